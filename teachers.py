@@ -1,0 +1,110 @@
+"""Teachers: a preset name, a Hugging Face hub id or a local folder becomes a folder of files.
+
+Nothing here knows about tensors. A preset carries the shape of the official Instruct checkpoint, so
+that `train.py --plan` can account for a run with no weights and no network, and the published
+student width and learning rate (method.md section 6).
+"""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
+          "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+
+
+class Refusal(ValueError):
+    """Something a user can mend. Commands print it as one line and exit with 2, never a traceback."""
+
+
+LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict(model_type="llama", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
+              rope_theta=500000.0, max_position_embeddings=131072)
+QWEN25 = dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768, head_dim=128)
+
+# name -> hub id (None: in this repository), student width, peak learning rate, the shape (None: read the folder)
+PRESETS = {
+    "tiny": dict(hub=None, width=64, lr=3e-3, config=None),
+    "smollm2-135m": dict(hub="HuggingFaceTB/SmolLM2-135M-Instruct", width=288, lr=1e-4, config=dict(
+        model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=100000.0,
+        max_position_embeddings=8192, tie_word_embeddings=True)),
+    "llama3.2-3b": dict(hub="meta-llama/Llama-3.2-3B-Instruct", width=1536, lr=1e-4, config=dict(
+        LLAMA3, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        tie_word_embeddings=True, rope_scaling=dict(LLAMA3_ROPE, factor=32.0))),
+    "llama3.1-8b": dict(hub="meta-llama/Llama-3.1-8B-Instruct", width=1536, lr=1e-4, config=dict(
+        LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        tie_word_embeddings=False, rope_scaling=dict(LLAMA3_ROPE, factor=8.0))),
+    "qwen2.5-3b": dict(hub="Qwen/Qwen2.5-3B-Instruct", width=1200, lr=6.7e-5, config=dict(
+        QWEN25, vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
+        num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen2.5-7b": dict(hub="Qwen/Qwen2.5-7B-Instruct", width=2048, lr=1e-4, config=dict(
+        QWEN25, vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)),
+}
+
+
+def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
+    """A preset, a local folder or a hub id -> (folder with the files, where they come from: 'id@commit' or 'local').
+
+    Downloads only what is needed, with huggingface-hub's own progress bars. Raises Refusal in one line.
+    """
+    preset = PRESETS.get(teacher)
+    if teacher == "tiny":
+        return HERE / "tiny", "tiny (in this repository)"
+    if preset is None and Path(teacher).is_dir():
+        return Path(teacher), "local"
+    repo = preset["hub"] if preset else teacher
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
+        raise Refusal(f"teacher {teacher!r} is neither a folder, a hub id (owner/name) nor a preset: {', '.join(PRESETS)}")
+    return download(repo, revision)
+
+
+def download(repo: str, revision: str | None) -> tuple[Path, str]:
+    """Fetch `repo` at one exact commit. Without a network a complete cached copy serves."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    page = f"https://huggingface.co/{repo}"
+    instead = "or pass a local folder: --teacher FOLDER"
+    try:  # one short call names what is wrong (and the commit) before any large file moves
+        commit = HfApi().model_info(repo, revision=revision, timeout=8).sha
+        return Path(snapshot_download(repo, revision=commit, allow_patterns=WANTED)), f"{repo}@{commit}"
+    except GatedRepoError:
+        raise Refusal(f"{repo} is gated: accept its licence at {page}, log in with `hf auth login`, {instead}") from None
+    except RevisionNotFoundError:
+        raise Refusal(f"{repo} has no revision {revision!r}: see {page}/commits/main, {instead}") from None
+    except RepositoryNotFoundError:
+        raise Refusal(f"{repo}: no such model on the hub, or it is private and you are not logged in: check the name "
+                      f"at {page}, log in with `hf auth login`, {instead}") from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise Refusal(f"{repo}: the hub refused access (HTTP {status}): accept the licence at {page}, log in with "
+                          f"`hf auth login`, {instead}") from None
+        raise Refusal(f"{repo}: the hub answered HTTP {status}: try again later, {instead}") from None
+    except Exception as error:  # connection, time-out, offline mode: the libraries raise many unrelated classes
+        return cached(repo, revision, f"{repo}: the hub cannot be reached ({type(error).__name__}) and no complete copy "
+                                      f"is cached: check the network, {instead}")
+
+
+def cached(repo: str, revision: str | None, refusal: str) -> tuple[Path, str]:
+    from huggingface_hub import snapshot_download
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, local_files_only=True))
+    except Exception:
+        raise Refusal(refusal) from None
+    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+        raise Refusal(refusal)
+    return folder, f"{repo}@{folder.name}"
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no such file; a model folder needs config.json and *.safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
