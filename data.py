@@ -1,0 +1,313 @@
+"""Tokens: text becomes ids, ids become shards on disk, shards become batches that resume exactly.
+
+    python data.py prepare stdlib --tokenizer tiny            # the standard library of this Python
+    python data.py prepare my.jsonl --tokenizer FOLDER --out tokens/mine
+    python data.py tokenizer --vocab 2048 --out tiny          # how tiny's own BPE was made
+
+A source is `stdlib`, a .txt, .md, .py or .jsonl file ({"text": ...} a line), or a folder of such files. Every 20th document,
+chosen by the hash of its name, is held out: a file keeps its side when others come and go. Documents
+are joined end to end with the tokenizer's separator and cut to the sequence length; attention is not
+stopped at a document's end (teacher and student see the same stream).
+
+A shard is a safetensors file: its header states dtype and shape, and in its metadata the vocabulary and the
+tokenizer's fingerprint, so that ids of another tokenizer, or 128k ids in 16 bits, are refused instead of trained on.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from teachers import Refusal, read_json
+
+SHARD_TOKENS = 1 << 26
+HELD_OUT_EVERY = 20
+
+# ------------------------------------------------------------------------------------------ tokenizer
+
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# digits split off singly *before* the GPT-2 pattern (SmolLM2): a space stays behind when a digit follows it
+DIGITS_THEN_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+
+
+class Tokenizer:
+    """The byte-level BPE of a HF `tokenizer.json`, run by tiktoken. What it cannot represent exactly is refused by name."""
+
+    def __init__(self, folder: str | Path):
+        path = Path(folder) / "tokenizer.json"
+        spec = read_json(path)
+        model = spec["model"]
+        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+            raise Refusal(f"{path}: model {model.get('type')} (byte_fallback={model.get('byte_fallback')}) is not byte-level BPE")
+        pattern, self.normalise = split_pattern(spec, path)
+        # tiktoken merges by rank, HF by the order of its merge list: one table serves both when ids rise in merge order
+        ids, to_byte = model["vocab"], byte_alphabet()
+        merged = [ids["".join(m) if isinstance(m, list) else m.replace(" ", "")] for m in model["merges"]]
+        if merged != sorted(merged):
+            raise Refusal(f"{path}: token ids are not in merge order; tiktoken cannot run this vocabulary")
+        self.special = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
+        ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items() if token not in self.special}
+        self.encoding = tiktoken.Encoding(path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+        self.no_token = bytes(b for b in range(256) if bytes([b]) not in ranks)  # tiktoken panics on these, HF drops them
+        self.vocab_size = 1 + max(max(ranks.values()), *self.special.values(), 0)  # real rows: padding rows come after
+        self.bos, self.separator = self._document_tokens(spec, path)
+        table = json.dumps([pattern, sorted(self.special.items()), sorted((t.hex(), i) for t, i in ranks.items())])
+        self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
+
+    def _document_tokens(self, spec: dict, path: Path) -> tuple[int | None, int]:
+        """BOS if the tokenizer's own post-processor puts one, and the token that ends a pretraining document."""
+        config = path.with_name("tokenizer_config.json")
+        eos = read_json(config).get("eos_token") if config.exists() else None
+        names = ["<|endoftext|>", "<|end_of_text|>", eos["content"] if isinstance(eos, dict) else eos]
+        separator = next((self.special[n] for n in names if n in self.special), None)
+        if separator is None:
+            raise Refusal(f"{path}: no separator token (looked for {names})")
+        post = spec.get("post_processor") or {}
+        for step in post.get("processors", [post]):
+            first = (step.get("single") or [{}])[0] if step.get("type") == "TemplateProcessing" else {}
+            if "SpecialToken" in first:
+                return self.special[first["SpecialToken"]["id"]], separator
+        return None, separator
+
+    def encode(self, text: str) -> list[int]:
+        """Text as ordinary text: `<|endoftext|>` written in a document never becomes the control token."""
+        if self.normalise:
+            import unicodedata
+            text = unicodedata.normalize(self.normalise, text)
+        if self.no_token:
+            text = text.encode("utf-8", "replace").translate(None, self.no_token).decode("utf-8", "ignore")
+        return self.encoding.encode_ordinary(text)
+
+    def document(self, text: str) -> list[int]:
+        return ([self.bos] if self.bos is not None else []) + self.encode(text) + [self.separator]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
+
+
+def split_pattern(spec: dict, path: Path) -> tuple[str, str | None]:
+    """(regular expression, unicode normal form or None) of a tokenizer.json, for the pre-tokenizers of Llama-3, Qwen2, SmolLM2, GPT-2."""
+    norm = spec.get("normalizer")
+    if norm is not None and norm["type"] not in ("NFC", "NFKC"):
+        raise Refusal(f"{path}: normalizer {norm['type']} is not supported")
+    pre = spec.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre])
+    kinds = [s.get("type") for s in steps]
+    last = steps[-1]
+    if kinds[-1] == "ByteLevel" and not last.get("add_prefix_space"):
+        if kinds == ["ByteLevel"] and last.get("use_regex", True):
+            return GPT2, norm and norm["type"]
+        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and last.get("use_regex", True):
+            return DIGITS_THEN_GPT2, norm and norm["type"]
+        if kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"] and not last.get("use_regex", True) \
+                and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
+            return steps[0]["pattern"]["Regex"], norm and norm["type"]
+    raise Refusal(f"{path}: pre-tokenizer {' + '.join(map(str, kinds))} is not supported")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE files write for the 256 bytes (GPT-2): printable Latin-1 stands for itself,
+    the other 68 bytes for the code points from 256 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in own]
+    return {chr(b): b for b in own} | {chr(256 + k): b for k, b in enumerate(rest)}
+
+
+def train_tokenizer(source: str, vocab: int, out: Path) -> None:
+    """A byte-level BPE of `vocab` tokens from the training documents of `source`, as a HF tokenizer.json."""
+    from tokenizers import Tokenizer as HF, decoders, models, pre_tokenizers, trainers
+    hf = HF(models.BPE())
+    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=["<|endoftext|>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    hf.train_from_iterator((text for name, text in documents(source) if not held_out(name)), trainer)
+    out.mkdir(parents=True, exist_ok=True)
+    hf.save(str(out / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# -------------------------------------------------------------------------------------------- sources
+
+
+def source_files(source: str) -> list[tuple[str, Path]]:
+    """(name, path) of every file of a source, sorted by name."""
+    if source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+        found = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    else:
+        root = Path(source)
+        if not root.exists():
+            raise Refusal(f"data {source!r}: no such file or folder, and not `stdlib`")
+        found = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
+        found = [p for p in found if p.suffix in (".txt", ".md", ".py", ".jsonl")]
+        root = root.parent if root.is_file() else root
+    if not found:
+        raise Refusal(f"data {source!r}: no .txt, .md, .py or .jsonl file in it")
+    return sorted((p.relative_to(root).as_posix(), p) for p in found)
+
+
+def documents(source: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of each document. A .jsonl line is one, a .py or .md file is one, a .txt file is cut at blank lines every 4 kB."""
+    for name, path in source_files(source):
+        try:
+            with path.open(encoding="utf-8", errors="strict" if path.suffix == ".jsonl" else "replace") as lines:
+                if path.suffix == ".jsonl":
+                    for number, line in enumerate(lines, 1):
+                        row = json.loads(line)
+                        yield str(row.get("id") or row.get("title") or f"{name}:{number}"), row["text"]
+                elif path.suffix == ".txt":
+                    piece, size, count = [], 0, 0
+                    for line in lines:
+                        piece.append(line)
+                        size += len(line)
+                        if size > 4096 and not line.strip():
+                            yield f"{name}:{count}", "".join(piece)
+                            piece, size, count = [], 0, count + 1
+                    yield f"{name}:{count}", "".join(piece)
+                else:
+                    yield name, lines.read()
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refusal(f'{path}: a .jsonl line must be an object with a "text" ({type(error).__name__}: {error})') from None
+
+
+def held_out(name: str) -> bool:
+    return int(hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
+
+
+# --------------------------------------------------------------------------------------------- shards
+
+
+def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: bool = False) -> Path:
+    """Tokenise `source` into a folder of shards, or find the folder where the same files were tokenised before."""
+    if (Path(source) / "tokens.json").exists():
+        return Path(source)
+    files = source_files(source)
+    stamp = json.dumps([tokenizer.fingerprint, [(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files]])
+    stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
+    out = out or Path("tokens") / f"{Path(source).stem}-{stamp}"
+    if (out / "tokens.json").exists():
+        return out
+    making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    making.mkdir(parents=True)
+    buffers, counts, digest = {"train": [], "val": []}, {"train": 0, "val": 0}, hashlib.sha256()
+    metadata = {"vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    bytes_read = 0
+
+    def flush(split):
+        if buffers[split]:
+            ids = np.concatenate(buffers[split])
+            digest.update(ids.tobytes())
+            save_file({"tokens": ids}, making / f"{split}-{counts[split] // SHARD_TOKENS:05d}.safetensors", metadata)
+            counts[split], buffers[split] = counts[split] + len(ids), []
+
+    for name, text in documents(source):
+        split = "val" if held_out(name) else "train"
+        buffers[split].append(np.array(tokenizer.document(text), dtype=dtype))
+        bytes_read += len(text.encode("utf-8", "replace"))
+        if sum(map(len, buffers[split])) >= SHARD_TOKENS:
+            flush(split)
+        if not quiet and sys.stderr.isatty():
+            print(f"\rtokenising {source}: {bytes_read / 1e6:.1f} MB", end="", file=sys.stderr)
+    for split in buffers:
+        flush(split)
+    summary = dict(source=source, files=len(files), bytes=bytes_read, tokens=counts, fingerprint=digest.hexdigest()[:16],
+                   **metadata, python=sys.version.split()[0] if source == "stdlib" else None)
+    (making / "tokens.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    try:
+        os.rename(making, out)
+    except OSError:  # another process finished the same work first
+        shutil.rmtree(making)
+    if not quiet:
+        print(f"\rdata: {source}: {len(files)} files, {bytes_read / 1e6:.1f} MB -> {counts['train']:,} training and "
+              f"{counts['val']:,} held-out tokens in {out} (fingerprint {summary['fingerprint']})")
+    return out
+
+
+class Tokens:
+    """Windows of seq_len + 1 tokens over one split of a prepared folder; window i of epoch e is fixed by the seed alone."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0):
+        self.seq_len, self.seed = seq_len, seed
+        self.shards, starts = [], [0]
+        for file in sorted(Path(folder).glob(f"{split}-*.safetensors")):
+            try:
+                opened = safe_open(file, framework="np")
+                meta, view = opened.metadata() or {}, opened.get_slice("tokens")
+            except (SafetensorError, OSError) as error:
+                raise Refusal(f"{file}: cannot be read as a token shard ({error}); prepare the data again") from None
+            if tokenizer is not None and meta.get("tokenizer") != tokenizer.fingerprint:
+                raise Refusal(f"{file}: made with tokenizer {meta.get('tokenizer')}, the teacher's is {tokenizer.fingerprint}; "
+                              "prepare the data again with the teacher's folder")
+            if view.get_dtype() == "U16" and int(meta["vocab_size"]) > 1 << 16:
+                raise Refusal(f"{file}: 16-bit ids cannot hold a vocabulary of {meta['vocab_size']}; prepare the data again")
+            self.shards.append((opened, view))  # the view reads from disk, window by window
+            starts.append(starts[-1] + max(0, view.get_shape()[0] - 1) // seq_len)
+        self.starts = np.array(starts)
+        if not len(self):
+            raise Refusal(f"{folder}: the {split} split has no window of {seq_len + 1} tokens; give more text or a smaller --seq-len")
+        self.epoch, self.order = -1, None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def window(self, i: int) -> Tensor:
+        """(seq_len + 1,) int64: inputs are [:-1], targets [1:]."""
+        shard = int(np.searchsorted(self.starts, i, side="right")) - 1
+        begin = (i - int(self.starts[shard])) * self.seq_len
+        return torch.from_numpy(self.shards[shard][1][begin:begin + self.seq_len + 1].astype(np.int64))
+
+    def shuffled(self, position: int) -> int:
+        """The window that the position-th read of the run takes: a fresh permutation an epoch, no state to save."""
+        epoch, place = divmod(position, len(self))
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
+        return int(self.order[place])
+
+    def batch(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (count, seq_len) of reads position .. position + count - 1."""
+        rows = torch.stack([self.window(self.shuffled(position + k)) for k in range(count)])
+        return rows[:, :-1], rows[:, 1:]
+
+    def spread(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Up to `count` windows evenly spread over the split, in order, one at a time: for evaluation and calibration."""
+        for i in np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int)):
+            row = self.window(int(i))[None]
+            yield row[:, :-1], row[:, 1:]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("prepare", help="text -> token shards")
+    p.add_argument("source", help="stdlib, a .txt/.md/.py/.jsonl file, or a folder of such files")
+    p.add_argument("--tokenizer", default="tiny", help="folder with the teacher's tokenizer.json (default: tiny)")
+    p.add_argument("--out", type=Path, help="folder to write (default: tokens/NAME-STAMP)")
+    t = commands.add_parser("tokenizer", help="train a byte-level BPE (needs the `tokenizers` package)")
+    t.add_argument("--source", default="stdlib")
+    t.add_argument("--vocab", type=int, default=2048)
+    t.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        if args.command == "prepare":
+            print(prepare(args.source, Tokenizer(args.tokenizer), args.out))
+        else:
+            train_tokenizer(args.source, args.vocab, args.out)
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")

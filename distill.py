@@ -1,0 +1,174 @@
+"""The objective: what the student is asked for, and how far from it a student is.
+
+    L = w_kl * kl + w_ce * ce + lambda * align                         (method.md section 3)
+
+    kl      1.28 * T^2 * KL(softmax(t/T) || softmax(z/T))   at T = 40, teacher logits t, student logits z
+    ce      -log softmax(z)[next token]
+    align   per layer: hidden MSE + attention q, k, v, o (1 - cosine, or MSE) + gate and up MSE
+
+Each term is a mean over the valid tokens of the whole optimizer step: the functions here return *sums*
+over the valid tokens of one micro-batch (targets != IGNORE), the loop divides once by the count of the step.
+
+Why 1.28: the published LRC code sums the KL over its 2048 positions and leaves T^2 = 1600 out; 2048/1600 = 1.28 times
+the textbook T^2 * mean. A per-token mean without T^2 would be 2048 times too weak, without an error to tell.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100       # target of a position that no loss may see
+KL_SCALE = 1.28     # 2048 / 40^2
+
+
+@dataclass(frozen=True)
+class Objective:
+    temperature: float = 40.0
+    w_kl: float = 1.0
+    w_ce: float = 1.0
+    w_align: float = 0.2             # lambda; summed over layers and terms, not averaged
+    attention: str = "cosine"        # or "mse": the sources disagree, so it is a switch
+    real_vocab: int | None = None    # rows the tokenizer can emit; the padded rest would triple the KL at T = 40
+    chunk: int = 512                 # rows of logits alive at once
+
+    def total(self, sums: dict[str, Tensor]) -> Tensor:
+        weights = dict(kl=self.w_kl, ce=self.w_ce, align=self.w_align)
+        return sum(weights[name] * value for name, value in sums.items() if name in weights)
+
+
+# ------------------------------------------------------------------------------- KL and CE, by chunks
+
+
+def kl_rows(t: Tensor, z: Tensor, T: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits t (teacher) and z (student), both (N, V) fp32 -> KL(p_t || p_z) at temperature T, (N,), and both softmaxes.
+
+    At T = 40 every log-probability is near -log V while the KL is about 1e-3, so the rounding of the two normalisers would
+    show. Adding sum(p_z - p_t), which is zero, cancels it to first order and makes every summand non-negative:
+        KL = sum_v  p_z - p_t + p_t * (log p_t - log p_z)
+    """
+    log_t, log_z = F.log_softmax(t / T, -1), F.log_softmax(z / T, -1)
+    p_t, p_z = log_t.exp(), log_z.exp()
+    return (p_z - p_t + p_t * (log_t - log_z)).sum(-1), p_t, p_z
+
+
+class HeadLoss(torch.autograd.Function):
+    """w_kl * kl + w_ce * ce from the streams that the two heads read; a (N, V) tensor never exists, only a chunk of its rows.
+
+    The gradient at the logits has a closed form, so forward already computes what backward needs, chunk by chunk:
+        d ce / dz = softmax(z) - onehot(target)          d (T^2 KL) / dz = T * (softmax(z/T) - softmax(t/T))
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, x_t, weight_t, objective: Objective):
+        """x (N, r), weight (V, r), targets (N,); teacher's x_t (N, H), weight_t (V, H) or None -> (loss, kl sum, ce sum), scalars."""
+        o, kind = objective, x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32  # softmaxes are never taken in 16 bits
+        with torch.autocast(kind, enabled=False):
+            w, dx, dw = weight.to(dtype), torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
+            w_t = weight_t.to(dtype) if o.w_kl else None
+            kl, ce = x.new_zeros((), dtype=wide), x.new_zeros((), dtype=wide)
+            for i in range(0, len(x), o.chunk):
+                rows = slice(i, i + o.chunk)
+                xi, yi = x[rows].to(dtype), targets[rows]
+                valid = yi != IGNORE
+                z = (xi @ w.T).to(wide)  # (chunk, V)
+                dz = torch.zeros_like(z)
+                if o.w_ce:
+                    log_p, label = F.log_softmax(z, -1), yi.clamp(min=0)[:, None]
+                    ce += torch.where(valid, -log_p.gather(1, label)[:, 0], 0).sum()
+                    dz.add_(log_p.exp_(), alpha=o.w_ce).scatter_add_(1, label, torch.full_like(label, -o.w_ce, dtype=wide))
+                if o.w_kl:
+                    t = (x_t[rows].to(dtype) @ w_t.T).to(wide)
+                    each, p_t, p_z = kl_rows(t[:, :o.real_vocab], z[:, :o.real_vocab], o.temperature)
+                    kl += torch.where(valid, KL_SCALE * o.temperature ** 2 * each, 0).sum()
+                    dz[:, :o.real_vocab].add_(p_z.sub_(p_t), alpha=o.w_kl * KL_SCALE * o.temperature)
+                dz = torch.where(valid[:, None], dz, 0).to(dtype)  # where, not times: a masked NaN stays out
+                dx[rows] = (dz @ w).to(x.dtype)
+                dw += dz.T @ xi
+        ctx.save_for_backward(dx, dw.to(weight.dtype))
+        ctx.mark_non_differentiable(kl, ce)
+        return o.w_kl * kl + o.w_ce * ce, kl, ce
+
+    @staticmethod
+    def backward(ctx, grad, _kl, _ce):
+        dx, dw = ctx.saved_tensors
+        return grad * dx, grad * dw, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------ alignment
+
+
+def align_sums(student: list[dict], teacher: list[dict], frame: Tensor, valid: Tensor, attention: str) -> dict[str, Tensor]:
+    """Taps of both models, one dict a layer; frame (H, r); valid (B, T) -> hidden, attention and mlp, summed over layers and tokens.
+
+    q, k, v (before RoPE), o (before o_proj), gate and up (before the activation) live in spaces that both models
+    share. The hidden state does not: the teacher's is compared through the frame, h_T F.
+    """
+    def squared(a, b):  # mean over features, so that a width doubled by repetition changes nothing
+        return torch.where(valid, (a.float() - b.float()).pow(2).mean(-1), 0).sum()
+
+    def cosine(a, b):
+        return torch.where(valid, 1 - F.cosine_similarity(a.float(), b.float(), dim=-1), 0).sum()
+
+    attend = {"cosine": cosine, "mse": squared}[attention]
+    sums = {"hidden": 0.0, "attention": 0.0, "mlp": 0.0}
+    for s, t in zip(student, teacher, strict=True):
+        sums["hidden"] += squared(s["hidden"], t["hidden"] @ frame.to(t["hidden"].dtype))
+        sums["attention"] += sum(attend(s[name], t[name]) for name in "qkvo")
+        sums["mlp"] += squared(s["gate"], t["gate"]) + squared(s["up"], t["up"])
+    return sums
+
+
+def losses(student, teacher, ids: Tensor, targets: Tensor, objective: Objective, frame: Tensor | None = None,
+           head: Tensor | None = None) -> dict[str, Tensor]:
+    """One micro-batch, ids and targets (B, T) -> sums over its valid tokens: kl, ce, align, the parts of align, and loss.
+
+    `student` may be wrapped (DDP, compile): it is called, never reached into; its head weight comes as `head` (V, r).
+    `teacher` is None where nothing is distilled. Terms of weight 0 are neither computed nor reported.
+    """
+    aligned = teacher is not None and objective.w_align > 0
+    run = lambda net: net(ids, taps=True, head=False) if aligned else (net(ids, head=False), None)
+    x, taps = run(student)  # (B, T, r)
+    x_t = weight_t = None
+    if teacher is not None:
+        with torch.no_grad():
+            x_t, taps_t = run(teacher)  # (B, T, H)
+        x_t, weight_t = x_t.flatten(0, 1), teacher.lm_head.weight
+    loss, kl, ce = HeadLoss.apply(x.flatten(0, 1), head, targets.flatten(), x_t, weight_t, objective)
+    sums = ({"kl": kl} if objective.w_kl else {}) | ({"ce": ce} if objective.w_ce else {})
+    if aligned:
+        parts = align_sums(taps, taps_t, frame, targets != IGNORE, objective.attention)
+        sums |= parts | {"align": sum(parts.values())}
+        loss = loss + objective.w_align * sums["align"]
+    return sums | {"loss": loss}
+
+
+# ----------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None = None) -> dict[str, float]:
+    """Held-out figures in nats a token: val_ce, and against a teacher val_kl = KL(teacher || student) at T = 1 and
+    val_top1 = share of positions with the same argmax; both over the rows the tokenizer can emit."""
+    ce = kl = same = count = 0.0
+    for ids, targets in batches:
+        ids, targets = ids.to(student.lm_head.weight.device), targets.to(student.lm_head.weight.device).flatten()
+        x = student(ids, head=False).flatten(0, 1)
+        x_t = teacher(ids, head=False).flatten(0, 1) if teacher is not None else None
+        for i in range(0, len(x), chunk):
+            rows = slice(i, i + chunk)
+            z = student.lm_head(x[rows]).float()
+            ce += F.cross_entropy(z, targets[rows], ignore_index=IGNORE, reduction="sum").item()
+            if teacher is not None:
+                valid = targets[rows] != IGNORE
+                t = teacher.lm_head(x_t[rows]).float()[valid, :real_vocab]
+                z = z[valid, :real_vocab]
+                kl += kl_rows(t, z, 1.0)[0].sum().item()
+                same += (t.argmax(-1) == z.argmax(-1)).sum().item()
+        count += (targets != IGNORE).sum().item()
+    figures = {"val_ce": ce / count}
+    return figures | ({"val_kl": kl / count, "val_top1": same / count} if teacher is not None else {})

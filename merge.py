@@ -1,0 +1,83 @@
+"""What is deployed: a run's student as a Hugging Face folder that stock transformers loads.
+
+    python merge.py RUN                        # -> RUN/student (train.py does the same at the end of a run)
+    python merge.py RUN --out DIR --dtype bfloat16
+
+There is nothing left to multiply here: the network that trained *is* the deployed student (lrc.Clone.deploy), and a checkpoint
+holds its weights in fp32, one plain matrix a projection. The one rounding is the final cast to --dtype.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+import runs
+from model import Config, Transformer
+from teachers import Refusal, read_json
+
+
+def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the newest checkpoint of `run` as a HF folder: weights, config, tokenizer files, model card.
+
+    Strict: a missing, extra, misshapen or non-finite tensor is refused by name. The folder appears whole or not at all; a
+    student that already stands at `out` is replaced only then.
+    """
+    run = Path(run)
+    out = Path(out) if out else run / "student"
+    record = read_json(run / "config.json")
+    state, _, deployed = runs.load_checkpoint(run)
+    student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
+    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), deployed)
+    making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(making, ignore_errors=True)
+    try:
+        student.save_pretrained(making, dtype)
+        for file in sorted((run / "tokenizer").iterdir()):
+            shutil.copyfile(file, making / file.name)
+        (making / "README.md").write_text(card(run, record, state, student), encoding="utf-8")
+        if out.exists():
+            if not (out / "config.json").exists() and any(out.iterdir()):
+                raise Refusal(f"{out}: exists and is not a model folder; choose another --out")
+            shutil.rmtree(out)
+        os.rename(making, out)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return out
+
+
+def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
+    """The model card: what was distilled from what, with which figures."""
+    args, rows = record["args"], runs.read_metrics(run)
+    train = [r for r in rows if "loss" in r and r["step"] <= state["step"]]
+    held = [r for r in rows if "val_ce" in r and r["step"] <= state["step"]]
+    lines = [("stage", args["stage"]), ("teacher", record["teacher"]), ("mode", args["mode"] if args["stage"] == "distill" else "-"),
+             ("width", f"{student.config.hidden_size}"), ("parameters", f"{sum(p.numel() for p in student.parameters()):,}"),
+             ("steps", f"{state['step']:,}"), ("tokens", f"{state['tokens']:,}"),
+             ("data", f"{record['data']['source']} (fingerprint {record['data']['fingerprint']})"),
+             ("last training step", figures(train[-1:], ("loss", "kl", "ce", "align"))),
+             ("held-out", figures(held[-1:], ("val_ce", "val_kl", "val_top1"))),
+             ("code", record["git_commit"] or "not in git")]
+    return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# A student of {record['teacher']}\n\n"
+            "Made by low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; val_kl is KL(teacher || student) at T = 1.\n\n"
+            "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in lines))
+
+
+def figures(rows: list[dict], names: tuple[str, ...]) -> str:
+    return ", ".join(f"{n} {rows[0][n]:.4f}" for n in names if n in rows[0]) if rows else "none logged"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder of train.py")
+    parser.add_argument("--out", type=Path, help="folder to write (default: RUN/student)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the exported weights (default: float32)")
+    arguments = parser.parse_args()
+    try:
+        print(export(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")

@@ -1,0 +1,165 @@
+"""A run is a folder: what it was asked, what it measured, where it stands, what it made.
+
+    RUN/config.json      all flags, the data's and the teacher's identity, versions, git state
+    RUN/metrics.jsonl    one JSON object a line: a training step (step, tokens, loss, kl, ce, align, lr, tokens_per_second, ...)
+                         or an evaluation (step, val_ce, val_kl, val_top1)
+    RUN/curves.png       the same as a picture
+    RUN/checkpoint/      step-0000100/state.safetensors (coordinates, AdamW's moments), student.safetensors
+                         (the deployed weights, so that merge.py needs no teacher), state.json; no pickle
+    RUN/student/         the merged student, a Hugging Face folder
+
+Every file appears whole or not at all: it is written beside its place and renamed into it.
+"""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from teachers import Refusal, read_json
+
+
+def write_text(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def surroundings() -> dict:
+    """Versions and git state, for config.json."""
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+    try:
+        state = {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain"))}
+    except FileNotFoundError:
+        state = {"git_commit": None, "git_dirty": None}
+    return state | {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                   "generation_config.json")
+
+
+def start(run: Path, args: dict, teacher: str, folder: Path, data: dict, student: dict) -> None:
+    """Make the run folder: config.json, and the tokenizer files that the exported student will carry."""
+    (run / "tokenizer").mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, run / "tokenizer" / name)
+    write_text(run / "metrics.jsonl", "")
+    write_text(run / "config.json", json.dumps(dict(args=args, teacher=teacher, data=data, student=student, **surroundings()), indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor]) -> None:
+    """Write step-N whole, then drop the older ones. `deployed` are the student's merged weights, for merge.py."""
+    folder = run / "checkpoint" / f"step-{state['step']:07d}"
+    making = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    for file, named in (("state", tensors), ("student", deployed)):
+        save_file({name: t.detach().cpu().contiguous() for name, t in named.items()}, making / f"{file}.safetensors")
+    write_text(making / "state.json", json.dumps(state, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(making, folder)
+    for old in (run / "checkpoint").glob("step-*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    found = [p for p in (run / "checkpoint").glob("step-*") if p.suffix != ".tmp"]
+    return max(found, default=None)
+
+
+def load_checkpoint(run: Path) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
+    """(state.json, training state, deployed weights) of the newest complete checkpoint."""
+    folder = newest_checkpoint(run)
+    if folder is None:
+        raise Refusal(f"{run}: no checkpoint/step-* in it; nothing to resume or merge")
+    try:
+        return read_json(folder / "state.json"), load_file(folder / "state.safetensors"), load_file(folder / "student.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise Refusal(f"{folder}: cannot be read ({error})") from None
+
+
+def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    """Copy `source` into `target` in place; a missing, extra, misshapen or non-finite tensor is refused by name."""
+    for name in sorted(target.keys() ^ source.keys()):
+        raise Refusal(f"{where}: tensor {name} is {'missing' if name in target else 'not part of this mode and teacher'}")
+    for name, tensor in target.items():
+        if tensor.shape != source[name].shape:
+            raise Refusal(f"{where}: {name} has shape {tuple(source[name].shape)}, this run needs {tuple(tensor.shape)}")
+        if not torch.isfinite(source[name]).all():
+            raise Refusal(f"{where}: {name} holds NaN or infinity")
+        with torch.no_grad():
+            tensor.copy_(source[name])
+
+
+# -------------------------------------------------------------------------------------------- metrics
+
+
+def append_metrics(run: Path, row: dict) -> None:
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def cut_metrics(run: Path, step: int) -> None:
+    """Forget what was logged after the checkpoint that a run resumes from: those steps come again."""
+    kept = [json.dumps(row) for row in read_metrics(run) if row["step"] <= step]
+    write_text(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
+
+
+def table(run: Path, numbers: dict[str, int]) -> str:
+    """The result of a run: held-out figures of the teacher, the student at step 0 and the student now."""
+    rows = read_metrics(run)
+    evals = [r for r in rows if "val_ce" in r]
+    lines = [("teacher", r["teacher"]) for r in rows if "teacher" in r] + [("student, step 0", evals[0]), (f"student, step {evals[-1]['step']}", evals[-1])]
+    text = [f"{'held-out':<20}{'CE':>9}{'KL to teacher':>15}{'top-1':>8}"]
+    for name, row in lines:
+        kl, top1 = (f"{row[k]:.4f}" if k in row else "-" for k in ("val_kl", "val_top1"))
+        text.append(f"{name:<20}{row['val_ce']:>9.4f}{kl:>15}{top1:>8}")
+    return "\n".join(text + [""] + [f"{name:<20}{value:>15,}" for name, value in numbers.items()])
+
+
+def draw_curves(run: Path) -> None:
+    """curves.png: each loss term by step, and held-out cross-entropy with the teacher's as a line."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    rows = read_metrics(run)
+    teacher_ce = next((r["teacher"]["val_ce"] for r in rows if "teacher" in r), None)
+    steps, evals = [r for r in rows if "loss" in r], [r for r in rows if "val_ce" in r]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name in ("loss", "kl", "ce", "align"):
+        points = [(r["step"], r[name]) for r in steps if r.get(name) is not None]
+        if points:
+            left.plot(*zip(*points), label=name, linewidth=2 if name == "loss" else 1)
+    left.set(xlabel="step", ylabel="training loss by term", yscale="log")
+    left.legend()
+    right.plot([r["step"] for r in evals], [r["val_ce"] for r in evals], "o-", color="C0", label="student, held-out CE")
+    if evals and "val_kl" in evals[0]:
+        right.plot([r["step"] for r in evals], [r["val_kl"] for r in evals], "s-", color="C1", label="KL(teacher || student)")
+    if teacher_ce is not None:
+        right.axhline(teacher_ce, color="black", linestyle="--", label="teacher, held-out CE")
+    right.set(xlabel="step", ylabel="nats a token")
+    right.legend()
+    figure.savefig(run / "curves.tmp.png", dpi=110)
+    plt.close(figure)
+    os.replace(run / "curves.tmp.png", run / "curves.png")
