@@ -13,11 +13,13 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 """
 from __future__ import annotations
 
+import tempfile
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import Transformer
+from model import Transformer, rope_table, unit_rms
 
 DUAL = ("o_proj.weight", "down_proj.weight")  # these write into the stream: their row space is inherited, not their column space
 
@@ -27,13 +29,16 @@ DUAL = ("o_proj.weight", "down_proj.weight")  # these write into the stream: the
 def span(W: Tensor) -> Tensor:
     """Orthonormal basis T (out, k) of col(W), W (out, in), k its numerical rank: left singular vectors, largest first.
 
-    Signs are fixed by a rule (the entry of largest magnitude is positive), so that a basis made anew is the same basis.
+    Signs follow a rule, so that a basis made anew is the same basis.
     Computed on the CPU: LAPACK gives the same answer whatever the accelerator.
     """
     U, S, _ = torch.linalg.svd(W.detach().cpu(), full_matrices=False)
-    T = U[:, S > S[0] * max(W.shape) * torch.finfo(S.dtype).eps]
-    top = T.gather(0, T.abs().argmax(0, keepdim=True))  # (1, k)
-    return (T * top.sign()).to(W.device).contiguous()
+    return fix_signs(U[:, S > S[0] * max(W.shape) * torch.finfo(S.dtype).eps]).to(W.device).contiguous()
+
+
+def fix_signs(vectors: Tensor) -> Tensor:
+    """Columns (n, k) turned so that the entry of largest magnitude in each is positive."""
+    return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
 class Slice(nn.Module):
@@ -98,6 +103,163 @@ class Clone:
             m.zero_grad(set_to_none=True)
 
 
-def slices(t,s):...
-def blank_student():...
-def calibrate():...
+def blank_student(teacher: Transformer, width: int) -> Transformer:
+    """The student's network: q/k/v biases inherited and frozen (they live in head space), gains 1, matrices 0 until calibrated."""
+    with torch.device("meta"):
+        student = Transformer(teacher.config.at_width(width))
+    student.to_empty(device=teacher.lm_head.weight.device).tie()
+    biases = {name: b for name, b in teacher.named_parameters() if name.endswith(".bias")}
+    with torch.no_grad():
+        for name, p in student.named_parameters():
+            p.copy_(biases[name]) if name in biases else p.fill_(1.0 if p.dim() == 1 else 0.0)
+            p.requires_grad_(name not in biases)
+    return student.eval()
+
+
+def slices(teacher: Transformer, student: Transformer) -> dict[str, Slice]:
+    """A Slice for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are."""
+    theirs = dict(teacher.named_parameters())
+    return {name: Slice(theirs[name], w, name.endswith(DUAL)) for name, w in student.named_parameters() if w.dim() == 2}
+
+
+# ------------------------------------------------------------------------------- the calibrated start
+
+
+class Ridge:
+    """argmin_B sum |y - x B|^2 + lam |B|^2, streamed: only two second moments are kept, whatever the number of tokens."""
+
+    def __init__(self):
+        self.xx = self.xy = 0.0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = x.flatten(0, -2), y.flatten(0, -2)  # (N, a), (N, b)
+        self.xx, self.xy = self.xx + (x.T @ x).double(), self.xy + (x.T @ y).double()
+
+    def solve(self, relative: float = 1e-3) -> Tensor:
+        """B = (X^T X + lam I)^-1 X^T Y  (a, b), lam relative to the mean of the diagonal."""
+        lam = relative * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device)
+        return torch.linalg.solve(self.xx + lam, self.xy).float()
+
+
+@torch.no_grad()
+def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: Tensor, say=print) -> Tensor:
+    """Fill `student` with W_T P, P fitted layer by layer on calibration text ids, targets (n, T); returns the frame F (H, r).
+
+    The fit runs on the student's own stream so far, so each write into the stream also repairs what earlier layers got
+    wrong. All of it is closed form: no randomness, the same result on every rank. The two streams live in a file, one
+    chunk of rows in memory at a time. method.md section 4.
+    """
+    c, r, device = teacher.config, student.config.hidden_size, teacher.lm_head.weight.device
+    rope = rope_table(teacher.rope_freq, ids.shape[1], device)
+    chunks = torch.arange(len(ids)).split(max(1, 4096 // ids.shape[1]))  # rows that are in memory together
+    n = lambda h: unit_rms(h, c.rms_norm_eps)
+    tied, gain = c.tie_word_embeddings, teacher.norm.weight
+
+    # 1. The frame: Q (H, r), top eigenvectors of the second moment of n(h_T), pooled over the stream before every layer and at the end
+    moment = torch.zeros(c.hidden_size, c.hidden_size, dtype=torch.float64, device=device)
+    for rows in chunks:
+        h = teacher.embed_tokens(ids[rows].to(device))  # (rows, T, H)
+        for block in [*teacher.layers, None]:
+            x = n(h).flatten(0, 1)
+            moment += (x.T @ x).double()
+            h = block(h, *rope)[0] if block else h
+    Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float()
+    # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain stands between: turn the frame by it
+    frame = gain[:, None] * Q if tied else Q
+    student.embed_tokens.weight.copy_(teacher.embed_tokens.weight @ Q)
+
+    # 2. Layer by layer, both streams advancing together
+    with tempfile.TemporaryDirectory() as folder:
+        h_T, h_S = (torch.from_file(f"{folder}/{net.config.hidden_size}", shared=True, size=ids.numel() * net.config.hidden_size)
+                    .view(*ids.shape, -1) for net in (teacher, student))
+        for rows in chunks:
+            for h, net in ((h_T, teacher), (h_S, student)):
+                h[rows] = net.embed_tokens(ids[rows].to(device)).cpu()
+        for i, (theirs, ours) in enumerate(zip(teacher.layers, student.layers)):
+            fit_layer(theirs, ours, h_T, h_S, frame, rope, chunks, device)
+            say(f"calibrating layer {i + 1}/{len(student.layers)}: {ids.numel():,} tokens, relative error of the stream "
+                f"{stream_error(h_T, h_S, frame, chunks, device):.3f}")
+
+        # 3. The read-out: with an untied head its own P by ridge; with a tied one the final gain, a least squares a channel
+        fit = Ridge()
+        xy = xx = 0.0
+        for rows in chunks:
+            x, y = n(h_S[rows].to(device)), teacher.norm(h_T[rows].to(device))
+            if tied:
+                y = y @ Q  # (rows, T, r)
+                xy, xx = xy + (x * y).sum((0, 1)), xx + x.pow(2).sum((0, 1))
+            else:
+                fit.add(x, y)
+        if tied:
+            student.norm.weight.copy_(xy / xx)
+        else:
+            student.lm_head.weight.copy_(teacher.lm_head.weight @ fit.solve().T)
+        scale = best_scale(student, h_S, targets, chunks, device)
+    student.norm.weight.mul_(scale)
+    say(f"calibrated: final gain scaled by {scale:.2f}, the best of {len(SCALES)} on the calibration text")
+    return frame
+
+
+def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, F: Tensor, rope, chunks, device) -> None:
+    """Fit one layer's seven matrices and advance both streams, in place, past it. A student gain is 1 here: its norm is n(.)."""
+    def fit(x_and_y) -> Tensor:
+        ridge = Ridge()
+        for rows in chunks:
+            ridge.add(*x_and_y(rows, h_T[rows].to(device), h_S[rows].to(device)))
+        return ridge.solve()
+
+    mix = lambda block, h: block.self_attn.mix(block.input_layernorm(h), *rope)[3]              # (rows, T, n*d)
+    product = lambda block, h: block.mlp.mix(block.post_attention_layernorm(h))[2]             # (rows, T, d_ff)
+
+    # q, k, v share P = argmin |n(h_S) P^T - g * n(h_T)|^2                                       (H, r)
+    P = fit(lambda rows, t, s: (ours.input_layernorm(s), theirs.input_layernorm(t))).T
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(ours.self_attn, name).weight.copy_(getattr(theirs.self_attn, name).weight @ P)
+
+    # o: P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, h_T taken after the teacher's attention  (H, r)
+    def attention(rows, t, s):
+        t = t + theirs.self_attn.o_proj(mix(theirs, t))
+        h_T[rows] = t.cpu()
+        return theirs.self_attn.o_proj(mix(ours, s)), t @ F - s
+    ours.self_attn.o_proj.weight.copy_(fit(attention).T @ theirs.self_attn.o_proj.weight)
+
+    # gate, up share theirs, on the stream after the student's own attention
+    def after_attention(rows, t, s):
+        s = s + ours.self_attn.o_proj(mix(ours, s))
+        h_S[rows] = s.cpu()
+        return ours.post_attention_layernorm(s), theirs.post_attention_layernorm(t)
+    P = fit(after_attention).T
+    for name in ("gate_proj", "up_proj"):
+        getattr(ours.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight @ P)
+
+    # down, as o
+    def mlp(rows, t, s):
+        t = t + theirs.mlp.down_proj(product(theirs, t))
+        h_T[rows] = t.cpu()
+        return theirs.mlp.down_proj(product(ours, s)), t @ F - s
+    ours.mlp.down_proj.weight.copy_(fit(mlp).T @ theirs.mlp.down_proj.weight)
+    for rows in chunks:
+        s = h_S[rows].to(device)
+        h_S[rows] = (s + ours.mlp.down_proj(product(ours, s))).cpu()
+
+
+def stream_error(h_T: Tensor, h_S: Tensor, F: Tensor, chunks, device) -> float:
+    """|h_T F - h_S| / |h_T F| over the calibration text."""
+    wrong = whole = 0.0
+    for rows in chunks:
+        target = h_T[rows].to(device) @ F
+        wrong, whole = wrong + (target - h_S[rows].to(device)).pow(2).sum(), whole + target.pow(2).sum()
+    return float((wrong / whole).sqrt())
+
+
+SCALES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+
+
+def best_scale(student: Transformer, h_S: Tensor, targets: Tensor, chunks, device) -> float:
+    """The factor on the final gain, i.e. on the logits, with the least next-token CE: a fit with errors is best a little less sure."""
+    ce = torch.zeros(len(SCALES), device=device)
+    for rows in chunks:
+        for h, y in zip(h_S[rows].to(device), targets[rows].to(device)):  # one sequence of logits at a time
+            z = student.lm_head(student.norm(h)).float()  # (T, V)
+            ce += torch.stack([nn.functional.cross_entropy(s * z, y, reduction="sum") for s in SCALES])
+    return SCALES[int(ce.argmin())]

@@ -163,7 +163,7 @@ def build(args: Args, teacher: Transformer | None, shape: Config, calibration, p
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
     if calibration is not None:
-        frame = lrc.calibrate(teacher, student, calibration, place.say)
+        frame = lrc.calibrate(teacher, student, *calibration, place.say)
     return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), frame), teacher, args.mode)
 
 
@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
 
     # the clone, its optimizer, the objective
-    calibration = None if args.resume else list(train.spread(max(1, args.calibration_tokens // args.seq_len)))
+    calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
     clone = build(args, teacher, shape, calibration, place)
     student, coordinates = clone.student, list(clone.coordinates().values())
     if teacher is not None and place.autocast:
