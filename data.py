@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import regex
 import tiktoken
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,7 +53,10 @@ class Tokenizer:
         model = spec["model"]
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
             raise Refusal(f"{path}: model {model.get('type')} (byte_fallback={model.get('byte_fallback')}) is not byte-level BPE")
-        pattern, self.normalise = split_pattern(spec, path)
+        for option in ("end_of_word_suffix", "continuing_subword_prefix", "dropout"):
+            if model.get(option):
+                raise Refusal(f"{path}: {option}={model[option]!r} is not supported")
+        self.pattern, self.normalise = split_pattern(spec, path)
         # tiktoken merges by rank, HF by the order of its merge list: one table serves both when ids rise in merge order
         ids, to_byte = model["vocab"], byte_alphabet()
         merged = [ids["".join(m) if isinstance(m, list) else m.replace(" ", "")] for m in model["merges"]]
@@ -60,11 +64,11 @@ class Tokenizer:
             raise Refusal(f"{path}: token ids are not in merge order; tiktoken cannot run this vocabulary")
         self.special = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
         ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items() if token not in self.special}
-        self.encoding = tiktoken.Encoding(path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+        self.encoding = tiktoken.Encoding(path.parent.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special)
         self.no_token = bytes(b for b in range(256) if bytes([b]) not in ranks)  # tiktoken panics on these, HF drops them
         self.vocab_size = 1 + max(max(ranks.values()), *self.special.values(), 0)  # real rows: padding rows come after
         self.bos, self.separator = self._document_tokens(spec, path)
-        table = json.dumps([pattern, sorted(self.special.items()), sorted((t.hex(), i) for t, i in ranks.items())])
+        table = json.dumps([self.pattern, sorted(self.special.items()), sorted((t.hex(), i) for t, i in ranks.items())])
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
 
     def _document_tokens(self, spec: dict, path: Path) -> tuple[int | None, int]:
@@ -88,7 +92,10 @@ class Tokenizer:
             import unicodedata
             text = unicodedata.normalize(self.normalise, text)
         if self.no_token:
-            text = text.encode("utf-8", "replace").translate(None, self.no_token).decode("utf-8", "ignore")
+            raw = text.encode("utf-8", "replace")
+            if len(raw.translate(None, self.no_token)) < len(raw):  # HF splits first and drops second
+                pieces = [p.encode().translate(None, self.no_token).decode("utf-8", "ignore") for p in regex.findall(self.pattern, raw.decode())]
+                return [i for piece in pieces for i in self.encoding.encode_ordinary(piece)]
         return self.encoding.encode_ordinary(text)
 
     def document(self, text: str) -> list[int]:
@@ -170,6 +177,8 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
                 if path.suffix == ".jsonl":
                     for number, line in enumerate(lines, 1):
                         row = json.loads(line)
+                        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                            raise TypeError(f"line {number}")
                         yield str(row.get("id") or row.get("title") or f"{name}:{number}"), row["text"]
                 elif path.suffix == ".txt":
                     piece, size, count = [], 0, 0
@@ -179,7 +188,8 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
                         if size > 4096 and not line.strip():
                             yield f"{name}:{count}", "".join(piece)
                             piece, size, count = [], 0, count + 1
-                    yield f"{name}:{count}", "".join(piece)
+                    if piece:
+                        yield f"{name}:{count}", "".join(piece)
                 else:
                     yield name, lines.read()
         except (ValueError, KeyError, TypeError) as error:
@@ -202,38 +212,46 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
     out = out or Path("tokens") / f"{Path(source).stem}-{stamp}"
     if (out / "tokens.json").exists():
+        if read_json(out / "tokens.json").get("stamp") != stamp:
+            raise Refusal(f"{out}: holds the tokens of other files or another tokenizer; give another --out or delete it")
         return out
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     making.mkdir(parents=True)
     buffers, counts, digest = {"train": [], "val": []}, {"train": 0, "val": 0}, hashlib.sha256()
     metadata = {"vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    bytes_read = 0
+    bytes_read, waiting = 0, {"train": 0, "val": 0}
 
     def flush(split):
         if buffers[split]:
             ids = np.concatenate(buffers[split])
             digest.update(ids.tobytes())
             save_file({"tokens": ids}, making / f"{split}-{counts[split] // SHARD_TOKENS:05d}.safetensors", metadata)
-            counts[split], buffers[split] = counts[split] + len(ids), []
+            counts[split], buffers[split], waiting[split] = counts[split] + len(ids), [], 0
 
-    for name, text in documents(source):
-        split = "val" if held_out(name) else "train"
-        buffers[split].append(np.array(tokenizer.document(text), dtype=dtype))
-        bytes_read += len(text.encode("utf-8", "replace"))
-        if sum(map(len, buffers[split])) >= SHARD_TOKENS:
-            flush(split)
-        if not quiet and sys.stderr.isatty():
-            print(f"\rtokenising {source}: {bytes_read / 1e6:.1f} MB", end="", file=sys.stderr)
-    for split in buffers:
-        flush(split)
-    summary = dict(source=source, files=len(files), bytes=bytes_read, tokens=counts, fingerprint=digest.hexdigest()[:16],
-                   **metadata, python=sys.version.split()[0] if source == "stdlib" else None)
-    (making / "tokens.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     try:
-        os.rename(making, out)
-    except OSError:  # another process finished the same work first
-        shutil.rmtree(making)
+        for name, text in documents(source):
+            split = "val" if held_out(name) else "train"
+            buffers[split].append(np.array(tokenizer.document(text), dtype=dtype))
+            waiting[split] += len(buffers[split][-1])
+            bytes_read += len(text.encode("utf-8", "replace"))
+            if waiting[split] >= SHARD_TOKENS:
+                flush(split)
+            if not quiet and sys.stderr.isatty():
+                print(f"\rtokenising {source}: {bytes_read / 1e6:.1f} MB", end="", file=sys.stderr)
+        for split in buffers:
+            flush(split)
+        summary = dict(source=source, stamp=stamp, files=len(files), bytes=bytes_read, tokens=counts,
+                       fingerprint=digest.hexdigest()[:16], **metadata,
+                       python=sys.version.split()[0] if source == "stdlib" else None)
+        (making / "tokens.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        try:
+            os.rename(making, out)
+        except OSError:  # another process finished the same work first
+            if not (out / "tokens.json").exists():
+                raise Refusal(f"{out}: exists and is not a token folder; give another --out") from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
     if not quiet:
         print(f"\rdata: {source}: {len(files)} files, {bytes_read / 1e6:.1f} MB -> {counts['train']:,} training and "
               f"{counts['val']:,} held-out tokens in {out} (fingerprint {summary['fingerprint']})")
@@ -245,33 +263,35 @@ class Tokens:
 
     def __init__(self, folder: Path, split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0):
         self.seq_len, self.seed = seq_len, seed
-        self.shards, starts = [], [0]
+        self.shards, self.total = [], 0  # (first token's place in the stream, the one after the last, the view)
         for file in sorted(Path(folder).glob(f"{split}-*.safetensors")):
             try:
                 opened = safe_open(file, framework="np")
                 meta, view = opened.metadata() or {}, opened.get_slice("tokens")
             except (SafetensorError, OSError) as error:
                 raise Refusal(f"{file}: cannot be read as a token shard ({error}); prepare the data again") from None
-            if tokenizer is not None and meta.get("tokenizer") != tokenizer.fingerprint:
-                raise Refusal(f"{file}: made with tokenizer {meta.get('tokenizer')}, the teacher's is {tokenizer.fingerprint}; "
+            if view.get_dtype() not in ("U16", "U32") or not meta.keys() >= {"tokenizer", "vocab_size"}:
+                raise Refusal(f"{file}: not a token shard (dtype {view.get_dtype()}, metadata {sorted(meta)}); prepare the data again")
+            if tokenizer is not None and meta["tokenizer"] != tokenizer.fingerprint:
+                raise Refusal(f"{file}: made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}; "
                               "prepare the data again with the teacher's folder")
             if view.get_dtype() == "U16" and int(meta["vocab_size"]) > 1 << 16:
                 raise Refusal(f"{file}: 16-bit ids cannot hold a vocabulary of {meta['vocab_size']}; prepare the data again")
-            self.shards.append((opened, view))  # the view reads from disk, window by window
-            starts.append(starts[-1] + max(0, view.get_shape()[0] - 1) // seq_len)
-        self.starts = np.array(starts)
+            size = view.get_shape()[0]
+            self.shards.append((self.total, self.total + size, opened, view))  # the view reads from disk, window by window
+            self.total += size
         if not len(self):
             raise Refusal(f"{folder}: the {split} split has no window of {seq_len + 1} tokens; give more text or a smaller --seq-len")
         self.epoch, self.order = -1, None
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return max(0, self.total - 1) // self.seq_len
 
     def window(self, i: int) -> Tensor:
-        """(seq_len + 1,) int64: inputs are [:-1], targets [1:]."""
-        shard = int(np.searchsorted(self.starts, i, side="right")) - 1
-        begin = (i - int(self.starts[shard])) * self.seq_len
-        return torch.from_numpy(self.shards[shard][1][begin:begin + self.seq_len + 1].astype(np.int64))
+        """(seq_len + 1,) int64: inputs are [:-1], targets [1:]. A window may lie across shards."""
+        begin, end = i * self.seq_len, (i + 1) * self.seq_len + 1
+        parts = [view[max(0, begin - first):min(end, last) - first] for first, last, _, view in self.shards if first < end and begin < last]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def shuffled(self, position: int) -> int:
         """The window that the position-th read of the run takes: a fresh permutation an epoch, no state to save."""

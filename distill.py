@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import widen
+
 IGNORE = -100       # target of a position that no loss may see
 KL_SCALE = 1.28     # 2048 / 40^2
 
@@ -66,7 +68,7 @@ class HeadLoss(torch.autograd.Function):
         """x (N, r), weight (V, r), targets (N,); teacher's x_t (N, H), weight_t (V, H) or None -> (loss, kl sum, ce sum), scalars."""
         o, kind = objective, x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32  # softmaxes are never taken in 16 bits
+        wide = widen(torch.empty(0, dtype=dtype)).dtype  # softmaxes are never taken in 16 bits
         with torch.autocast(kind, enabled=False):
             w, dx, dw = weight.to(dtype), torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
             w_t = weight_t.to(dtype) if o.w_kl else None
@@ -109,10 +111,10 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor, valid: T
     share. The hidden state does not: the teacher's is compared through the frame, h_T F.
     """
     def squared(a, b):  # mean over features, so that a width doubled by repetition changes nothing
-        return torch.where(valid, (a.float() - b.float()).pow(2).mean(-1), 0).sum()
+        return torch.where(valid, (widen(a) - widen(b)).pow(2).mean(-1), 0).sum()
 
     def cosine(a, b):
-        return torch.where(valid, 1 - F.cosine_similarity(a.float(), b.float(), dim=-1), 0).sum()
+        return torch.where(valid, 1 - F.cosine_similarity(widen(a), widen(b), dim=-1), 0).sum()
 
     attend = {"cosine": cosine, "mse": squared}[attention]
     sums = {"hidden": 0.0, "attention": 0.0, "mlp": 0.0}
@@ -161,11 +163,11 @@ def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None
         x_t = teacher(ids, head=False).flatten(0, 1) if teacher is not None else None
         for i in range(0, len(x), chunk):
             rows = slice(i, i + chunk)
-            z = student.lm_head(x[rows]).float()
+            z = widen(student.lm_head(x[rows]))
             ce += F.cross_entropy(z, targets[rows], ignore_index=IGNORE, reduction="sum").item()
             if teacher is not None:
                 valid = targets[rows] != IGNORE
-                t = teacher.lm_head(x_t[rows]).float()[valid, :real_vocab]
+                t = widen(teacher.lm_head(x_t[rows]))[valid, :real_vocab]
                 z = z[valid, :real_vocab]
                 kl += kl_rows(t, z, 1.0)[0].sum().item()
                 same += (t.argmax(-1) == z.argmax(-1)).sum().item()

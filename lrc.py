@@ -164,14 +164,15 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
             moment += (x.T @ x).double()
             h = block(h, *rope)[0] if block else h
     Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float()
-    # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain stands between: turn the frame by it
-    frame = gain[:, None] * Q if tied else Q
+    # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain g_f stands between: turn the frame
+    # by it. A common factor is free (every reader normalises), so g_f goes in at RMS 1 and the stream keeps the embedding's size
+    frame = (gain / gain.pow(2).mean().sqrt())[:, None] * Q if tied else Q
     student.embed_tokens.weight.copy_(teacher.embed_tokens.weight @ Q)
 
     # 2. Layer by layer, both streams advancing together
     with tempfile.TemporaryDirectory() as folder:
-        h_T, h_S = (torch.from_file(f"{folder}/{net.config.hidden_size}", shared=True, size=ids.numel() * net.config.hidden_size)
-                    .view(*ids.shape, -1) for net in (teacher, student))
+        h_T, h_S = (torch.from_file(f"{folder}/{who}", shared=True, size=ids.numel() * width).view(*ids.shape, width)
+                    for who, width in (("teacher", c.hidden_size), ("student", r)))
         for rows in chunks:
             for h, net in ((h_T, teacher), (h_S, student)):
                 h[rows] = net.embed_tokens(ids[rows].to(device)).cpu()
@@ -260,6 +261,6 @@ def best_scale(student: Transformer, h_S: Tensor, targets: Tensor, chunks, devic
     ce = torch.zeros(len(SCALES), device=device)
     for rows in chunks:
         for h, y in zip(h_S[rows].to(device), targets[rows].to(device)):  # one sequence of logits at a time
-            z = student.lm_head(student.norm(h)).float()  # (T, V)
+            z = student.lm_head(student.norm(h))  # (T, V)
             ce += torch.stack([nn.functional.cross_entropy(s * z, y, reduction="sum") for s in SCALES])
     return SCALES[int(ce.argmin())]

@@ -74,26 +74,14 @@ class Config:
         if set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
             raise Refusal(f"{where}: layer_types={hf['layer_types']!r} is not supported (only full_attention)")
 
-        # transformers 5 writes one `rope_parameters` block; 4 wrote `rope_theta` and `rope_scaling`. A default theta
-        # of 10000 would load without a word and degrade with length, so a missing one is an error.
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", None) or need("rope_theta")
-        rope_type = rope.pop("rope_type", None) or rope.pop("type", "default")
-        rope.pop("type", None)
-        if rope_type not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise Refusal(f"{where}: rope type {rope_type!r} {rope} is not supported (only 'default' and 'llama3')")
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if rope_type == "llama3" and any(key not in rope for key in keys):
-            raise Refusal(f"{where}: the llama3 rope block needs {', '.join(keys)}; it has {', '.join(rope)}")
-
+        theta, scaling = read_rope(hf, where)
         heads = need("num_attention_heads")
         config = cls(
             model_type=kind, vocab_size=need("vocab_size"), hidden_size=need("hidden_size"),
             intermediate_size=need("intermediate_size"), num_hidden_layers=need("num_hidden_layers"),
             num_attention_heads=heads, num_key_value_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or need("hidden_size") // heads,  # missing, null and 0 all mean "derive"
-            rms_norm_eps=need("rms_norm_eps"), rope_theta=float(theta),
-            rope_scaling=dict(rope_type="llama3", **{k: rope[k] for k in keys}) if rope_type == "llama3" else None,
+            rms_norm_eps=need("rms_norm_eps"), rope_theta=theta, rope_scaling=scaling,
             max_position_embeddings=need("max_position_embeddings"),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)), raw=hf)
         if heads % config.num_key_value_heads:
@@ -116,6 +104,29 @@ class Config:
         return replace(self, hidden_size=width)
 
 
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_rope(hf: dict, where: str) -> tuple[float, dict | None]:
+    """(theta, llama3 block or None) of a config.json. transformers 5 writes one `rope_parameters` block, 4 wrote `rope_theta` and
+    `rope_scaling`; our exports carry both. A default theta would load without a word and degrade with length: it is an error."""
+    blocks = [hf[key] or {} for key in ("rope_parameters", "rope_scaling") if hf.get(key) or key == "rope_scaling" and key in hf]
+    read = []
+    for block in blocks or [{}]:
+        kind = block.get("rope_type") or block.get("type") or "default"
+        if kind not in ("default", "llama3") or block.get("partial_rotary_factor", 1.0) != 1.0:
+            raise Refusal(f"{where}: rope type {kind!r} {block} is not supported (only 'default' and 'llama3')")
+        if kind == "llama3" and any(key not in block for key in LLAMA3_KEYS):
+            raise Refusal(f"{where}: the llama3 rope block needs {', '.join(LLAMA3_KEYS)}; it has {', '.join(block)}")
+        read.append(None if kind == "default" else {"rope_type": "llama3"} | {key: block[key] for key in LLAMA3_KEYS})
+    thetas = {float(holder["rope_theta"]) for holder in (hf, *blocks) if holder.get("rope_theta")}
+    if not thetas:
+        raise Refusal(f"{where}: rope_theta is missing")
+    if len(thetas) > 1 or any(block != read[0] for block in read):
+        raise Refusal(f"{where}: rope_parameters contradicts the older keys rope_theta, rope_scaling; keep one of them")
+    return thetas.pop(), read[0]
+
+
 # --------------------------------------------------------------------------------------------- network
 
 
@@ -129,9 +140,14 @@ class RMSNorm(nn.Module):
         return self.weight * unit_rms(x, self.eps)
 
 
+def widen(x: Tensor) -> Tensor:
+    """fp32 from 16 bits; fp32 and fp64 as they are. For means, norms and softmaxes, which 16 bits cannot hold."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """n(x) = x / sqrt(mean(x^2) + eps): RMS normalisation without its gain, computed in fp32 at least."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    """n(x) = x / sqrt(mean(x^2) + eps): RMS normalisation without its gain."""
+    wide = widen(x)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -308,6 +324,7 @@ class Transformer(nn.Module):
                    for key, value in self.state_dict().items()
                    if not (key == "lm_head.weight" and self.config.tie_word_embeddings)}
         save_file(tensors, folder / "model.safetensors.tmp", metadata={"format": "pt"})
+        (folder / "model.safetensors.tmp").chmod(0o644)  # safetensors makes files that only their owner can read
         os.replace(folder / "model.safetensors.tmp", folder / "model.safetensors")
         text = json.dumps(self.config.to_hf(dtype), indent=2, ensure_ascii=False)
         (folder / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
@@ -322,7 +339,7 @@ def tensor_files(folder: Path) -> dict[Path, list[str] | None]:
     if not index.is_file():
         raise Refusal(f"{folder}: neither model.safetensors nor {index.name}; pickled checkpoints (.bin) are not read")
     files: dict[Path, list[str]] = {}
-    for key, name in read_json(index).get("weight_map", {}).items():
+    for key, name in (read_json(index).get("weight_map") or {}).items():
         if Path(name).name != name:
             raise Refusal(f"{index}: shard {name!r} lies outside the folder")
         if not (folder / name).is_file():

@@ -54,7 +54,7 @@ def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
     preset = PRESETS.get(teacher)
     if teacher == "tiny":
         return HERE / "tiny", "tiny (in this repository)"
-    if preset is None and Path(teacher).is_dir():
+    if preset is None and teacher and Path(teacher).is_dir():
         return Path(teacher), "local"
     repo = preset["hub"] if preset else teacher
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
@@ -95,16 +95,19 @@ def cached(repo: str, revision: str | None, refusal: str) -> tuple[Path, str]:
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, local_files_only=True))
     except Exception:
+        folder = None
+    if folder is None or not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
         raise Refusal(refusal) from None
-    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
-        raise Refusal(refusal)
     return folder, f"{repo}@{folder.name}"
 
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Refusal(f"{path}: no such file; a model folder needs config.json and *.safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
+    if not isinstance(read, dict):
+        raise Refusal(f"{path}: holds a JSON {type(read).__name__}, not an object; fetch the file again")
+    return read

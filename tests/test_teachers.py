@@ -45,6 +45,7 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.setattr(socket, name, refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return tried
 
@@ -104,10 +105,12 @@ def test_download_is_pinned_to_one_commit_and_leaves_pickles_behind(monkeypatch,
     assert list(wanted) == names[:-2]
 
 
-def test_B11_cached_copy_serves_without_a_network(tmp_path, offline):
+@pytest.mark.parametrize("offline_mode", [False, True])
+def test_B11_cached_copy_serves_without_a_network(tmp_path, monkeypatch, offline, offline_mode):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline_mode)
     snapshot = fill_cache(tmp_path)
     assert resolve(REPO) == (snapshot, f"{REPO}@{COMMIT}")
-    assert offline, "the real client was meant to try"
+    assert bool(offline) == (not offline_mode)  # the real client tried, unless it was told not to
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",), ("model.safetensors",)], ids=str)
@@ -126,7 +129,7 @@ def test_B11_local_folder_needs_no_network(tmp_path, monkeypatch, offline):
     assert not calls and not offline
 
 
-@pytest.mark.parametrize("name", ["nothing-here", "./owner/name", "/no/such/folder", "../a/b", "a/b/c", "~/model", "owner/na me"])
+@pytest.mark.parametrize("name", ["nothing-here", "./name", "../name", "./owner/name", "/no/such/folder", "../a/b", "a/b/c", "~/model", "owner/na me"])
 def test_a_name_that_is_nothing_lists_the_presets(monkeypatch, name):
     calls = hub(monkeypatch)
     refusal(name, "neither a folder, a hub id", *PRESETS)

@@ -1,0 +1,132 @@
+"""Plain LRC: the span, its coordinates, and the calibrated start, against float64 linear algebra."""
+import pytest
+import torch
+from conftest import random_net
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lrc
+
+F64 = torch.float64
+
+
+def outside(W, W_T):
+    """Share of W that col(W_T) does not hold, by an independent least squares."""
+    fitted = W_T @ torch.linalg.lstsq(W_T, W).solution
+    return ((W - fitted).norm() / W.norm()).item()
+
+
+def test_span_is_an_orthonormal_basis_of_the_column_space():
+    W = torch.randn(50, 20, dtype=F64)
+    T = lrc.span(W)
+    assert T.shape == (50, 20)
+    assert torch.allclose(T.T @ T, torch.eye(20, dtype=F64), atol=1e-13)
+    assert outside(W, T) < 1e-13 and outside(T, W) < 1e-12
+
+
+def test_span_of_a_wide_or_rank_deficient_matrix_has_its_rank():
+    low = torch.randn(50, 7, dtype=F64) @ torch.randn(7, 20, dtype=F64)
+    assert lrc.span(low).shape == (50, 7) and outside(low, lrc.span(low)) < 1e-12
+    assert lrc.span(torch.randn(12, 20)).shape == (12, 12)
+
+
+def test_B25_span_is_the_same_twice_signs_follow_the_rule_and_the_rng_stays():
+    W = torch.randn(40, 16)
+    state = torch.get_rng_state()
+    first, second = lrc.span(W), lrc.span(W.clone())
+    assert torch.equal(first, second) and torch.equal(state, torch.get_rng_state())
+    top = first.gather(0, first.abs().argmax(0, keepdim=True))
+    assert (top > 0).all()
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_slice_reaches_the_span_and_nothing_else(dual):
+    W_T = torch.randn(50, 20, dtype=F64)
+    start = W_T @ torch.randn(20, 8, dtype=F64)
+    turn = (lambda w: w.T) if dual else (lambda w: w)
+    piece = lrc.Slice(turn(W_T), turn(start), dual)
+    assert torch.allclose(piece.weight(), turn(start), atol=1e-12)
+    with torch.no_grad():
+        piece.Z.normal_()
+    assert outside(turn(piece.weight()), W_T) < 1e-12  # wherever training takes Z
+    goal = W_T @ torch.randn(20, 8, dtype=F64)
+    again = lrc.Slice(turn(W_T), turn(goal), dual)
+    assert torch.allclose(again.weight(), turn(goal), atol=1e-12)  # and all of col(W_T) is in reach
+
+
+def test_ridge_streamed_equals_the_stacked_least_squares():
+    x, y = torch.randn(300, 6, dtype=F64), torch.randn(300, 4, dtype=F64)
+    ridge = lrc.Ridge()
+    for part in torch.arange(300).split(70):
+        ridge.add(x[part], y[part])
+    lam = 0.1 * (x.T @ x).diagonal().mean()
+    stacked = torch.linalg.lstsq(torch.cat([x, lam.sqrt() * torch.eye(6, dtype=F64)]), torch.cat([y, torch.zeros(6, 4, dtype=F64)])).solution
+    assert torch.allclose(ridge.solve(0.1).double(), stacked, atol=1e-6)  # solve() hands back fp32
+
+
+def calibrated(teacher, width, ids):
+    student = lrc.blank_student(teacher, width)
+    frame = lrc.calibrate(teacher, student, ids, ids.roll(-1, 1), say=lambda _: None)
+    return student, frame
+
+
+def test_calibration_at_full_width_gives_the_teacher_back(teacher, ids, monkeypatch):
+    """With r = H the frame is square and each fit has an exact answer: what remains is the ridge's shrinkage and fp32."""
+    solve = lrc.Ridge.solve
+    monkeypatch.setattr(lrc.Ridge, "solve", lambda self: solve(self, 1e-9))
+    monkeypatch.setattr(lrc, "SCALES", (1.0,))
+    student, _ = calibrated(teacher, teacher.config.hidden_size, ids)
+    theirs, ours = teacher(ids), student(ids)
+    if teacher.config.tie_word_embeddings:  # a tied frame is turned by the gain, so its embedding starts off the target
+        assert torch.nn.functional.cosine_similarity(theirs, ours, dim=-1).mean() > 0.9
+    else:
+        assert (theirs - ours).abs().max() < 1e-3 * theirs.abs().max()
+
+
+def test_calibrated_student_stays_in_the_teachers_span_and_inherits_biases(teacher, ids):
+    student, frame = calibrated(teacher, 12, ids)
+    theirs = dict(teacher.named_parameters())
+    assert frame.shape == (24, 12)
+    for name, w in student.named_parameters():
+        assert torch.isfinite(w).all()
+        if name.endswith("bias"):
+            assert torch.equal(w, theirs[name]) and not w.requires_grad
+        elif w.dim() == 2:
+            turn = (lambda m: m.T.double()) if name.endswith(lrc.DUAL) else (lambda m: m.double())
+            assert outside(turn(w.detach()), turn(theirs[name])) < 1e-5, name
+    assert (student.lm_head.weight is student.embed_tokens.weight) == teacher.config.tie_word_embeddings
+
+
+def test_B8_calibration_twice_gives_the_same_student_and_leaves_the_rng(teacher, ids):
+    state = torch.get_rng_state()
+    (one, f1), (two, f2) = calibrated(teacher, 12, ids), calibrated(teacher, 12, ids)
+    assert torch.equal(f1, f2) and all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_calibration_beats_a_plain_frame_and_more_so_with_width(teacher, ids):
+    """Independent yardstick: mean squared error of the logits against the teacher's, per width."""
+    theirs = teacher(ids)
+    error = lambda width: (calibrated(teacher, width, ids)[0](ids) - theirs).pow(2).mean().item()
+    assert error(20) < error(8) < theirs.pow(2).mean().item()
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func._schema.name.endswith(("from_file", "view", "_")):  # the file, and writes into it
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_calibration_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
+    teacher = random_net().requires_grad_(False)
+    largest = []
+    for sequences in (160, 640):
+        ids = torch.randint(0, 96, (sequences, 64))
+        student = lrc.blank_student(teacher, 12)
+        with LargestTensor() as mode:
+            lrc.calibrate(teacher, student, ids, ids, say=lambda _: None)
+        largest.append(mode.numel)
+    assert largest[0] == largest[1]
