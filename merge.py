@@ -29,6 +29,10 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     """
     run = Path(run)
     out = Path(out) if out else run / "student"
+    if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
+        raise Refusal(f"{out}: exists and is not a model folder; choose another --out")
+    if not (run / "tokenizer").is_dir():
+        raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
     state, _, deployed = runs.load_checkpoint(run)
     student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
@@ -40,14 +44,24 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, making / file.name)
         (making / "README.md").write_text(card(run, record, state, student), encoding="utf-8")
-        if out.exists():
-            if not (out / "config.json").exists() and any(out.iterdir()):
-                raise Refusal(f"{out}: exists and is not a model folder; choose another --out")
-            shutil.rmtree(out)
-        os.rename(making, out)
+        swap(making, out)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return out
+
+
+def swap(making: Path, out: Path) -> None:
+    """Put `making` at `out`; what stood there goes only once the new folder is in place."""
+    aside = out.with_name(f"{out.name}.{os.getpid()}.old.tmp")
+    if out.exists():
+        os.rename(out, aside)
+    try:
+        os.rename(making, out)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, out)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def card(run: Path, record: dict, state: dict, student: Transformer) -> str:

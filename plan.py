@@ -19,10 +19,11 @@ def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
 
 
 def numbers(c: Config, width: int, mode: str) -> dict[str, dict[str, int]]:
-    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`. A span has min(kept, inherited) dimensions."""
+    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`. A span has min(kept, inherited) dimensions;
+    in mode `pretrain` there is no span and every weight trains."""
     groups: dict[str, dict[str, int]] = {}
     for group, many, kept, inherited in matrices(c).values():
-        opened = group == "mlp" and mode != "lrc"
+        opened = mode == "pretrain" or group == "mlp" and mode != "lrc"
         row = groups.setdefault(group, dict(deployed=0, trained=0))
         row["deployed"] += many * kept * width
         row["trained"] += many * width * (kept if opened else min(kept, inherited))
@@ -30,7 +31,7 @@ def numbers(c: Config, width: int, mode: str) -> dict[str, dict[str, int]]:
     groups["norm gains"] = dict(deployed=norms, trained=norms)
     if c.qkv_bias:
         biases = c.num_hidden_layers * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-        groups["q/k/v bias (inherited)"] = dict(deployed=biases, trained=0)
+        groups["q/k/v bias (inherited)"] = dict(deployed=biases, trained=biases if mode == "pretrain" else 0)
     groups["total"] = {k: sum(row[k] for row in groups.values()) for k in ("deployed", "trained")}
     return groups
 
@@ -42,14 +43,17 @@ def unreachable(c: Config) -> float:
 
 def memory(c: Config, width: int, mode: str) -> dict[str, int]:
     """Bytes that a rank holds all through a run, by part; activations come on top. Teacher in bf16 (CUDA), all else in fp32."""
-    n, teacher = numbers(c, width, mode), numbers(c, c.hidden_size, "dense")["total"]["deployed"]
+    n, teacher = numbers(c, width, mode), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
+    deployed, trained = n["total"]["deployed"], n["total"]["trained"]
+    if mode == "pretrain":
+        return {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": 8 * trained}
     mapped = {name: m for name, m in matrices(c).items() if not (m[0] == "mlp" and mode == "dense")}
     own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
+    frozen = n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
     bases = sum(many * kept * (kept if group == "mlp" and mode == "core" else min(kept, inherited))
                 for group, many, kept, inherited in mapped.values())
-    deployed, trained = n["total"]["deployed"], n["total"]["trained"]
     return {"teacher (bf16)": 2 * teacher, "student": 4 * deployed, "coordinates": 4 * (trained - own),
-            "gradients": 4 * (deployed + trained - own), "optimizer (AdamW)": 8 * trained, "bases T, U_perp": 4 * bases}
+            "gradients": 4 * (deployed - frozen + trained - own), "optimizer (AdamW)": 8 * trained, "bases T, U_perp": 4 * bases}
 
 
 def count(n: float) -> str:
@@ -61,9 +65,10 @@ def check_width(c: Config, width: int) -> None:
     heads = c.num_attention_heads
     if not 1 <= width <= c.hidden_size:
         raise Refusal(f"--width {width}: the student must be 1 to {c.hidden_size} wide, the teacher's width")
+    near = [w for w in (width // heads * heads, (width // heads + 1) * heads) if 0 < w <= c.hidden_size]
     if c.model_type == "llama" and width % heads:
         raise Refusal(f"--width {width}: transformers 5 refuses a Llama whose width is not a multiple of its {heads} heads; "
-                      f"nearest that load: {max(heads, width // heads * heads)} and {(width // heads + 1) * heads}")
+                      f"nearest that load: {' and '.join(map(str, near))}")
 
 
 def shape_of(teacher: str, revision: str | None) -> Config:
@@ -80,14 +85,14 @@ def show(args) -> None:
     c = shape_of(args.teacher, args.revision or None)
     width = args.width or c.hidden_size // 2
     if args.stage == "pretrain":
-        width, mode = c.hidden_size, "dense"
+        width, mode = c.hidden_size, "pretrain"
     else:
         check_width(c, width)
         mode = args.mode
     plain, ours = numbers(c, width, "lrc"), numbers(c, width, mode)
     print(f"teacher   {args.teacher}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
           f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
-          f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'dense')['total']['deployed'])}")
+          f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
     print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}\n")
     print(f"{'':<24}{'deployed':>12}{'trained: lrc':>15}{'trained: ' + mode:>17}")
     for group, row in ours.items():

@@ -16,7 +16,7 @@ WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safet
 
 
 class Refusal(ValueError):
-    """Something a user can mend. Commands print it as one line and exit with 2, never a traceback."""
+    """Something a user can mend. Commands print it as one line and stop, exit code not 0, never a traceback."""
 
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -47,7 +47,7 @@ PRESETS = {
 
 
 def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
-    """A preset, a local folder or a hub id -> (folder with the files, where they come from: 'id@commit' or 'local').
+    """A preset, a local folder or a hub id -> (folder with the files, where they come from: 'id@commit' or the folder's name).
 
     Downloads only what is needed, with huggingface-hub's own progress bars. Raises Refusal in one line.
     """
@@ -55,7 +55,7 @@ def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
     if teacher == "tiny":
         return HERE / "tiny", "tiny (in this repository)"
     if preset is None and teacher and Path(teacher).is_dir():
-        return Path(teacher), "local"
+        return Path(teacher), f"{Path(teacher).resolve().name} (local folder)"
     repo = preset["hub"] if preset else teacher
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
         raise Refusal(f"teacher {teacher!r} is neither a folder, a hub id (owner/name) nor a preset: {', '.join(PRESETS)}")

