@@ -36,10 +36,6 @@ class Objective:
     real_vocab: int | None = None    # rows the tokenizer can emit; the padded rest would triple the KL at T = 40
     chunk: int = 512                 # rows of logits alive at once
 
-    def total(self, sums: dict[str, Tensor]) -> Tensor:
-        weights = dict(kl=self.w_kl, ce=self.w_ce, align=self.w_align)
-        return sum(weights[name] * value for name, value in sums.items() if name in weights)
-
 
 # ------------------------------------------------------------------------------- KL and CE, by chunks
 

@@ -1,5 +1,7 @@
 """A run is a folder: what it was asked, what it measured, where it stands, what it made.
 
+    python runs.py RUN [RUN ...]        # compare finished runs: mean and spread over seeds, paired differences to plain LRC
+
     RUN/config.json      all flags, the data's and the teacher's identity, versions, git state
     RUN/metrics.jsonl    one JSON object a line: a training step (step, tokens, loss, kl, ce, align, lr, tokens_per_second, ...)
                          or an evaluation (step, val_ce, val_kl, val_top1)
@@ -16,7 +18,9 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -163,3 +167,29 @@ def draw_curves(run: Path) -> None:
     figure.savefig(run / "curves.tmp.png", dpi=110)
     plt.close(figure)
     os.replace(run / "curves.tmp.png", run / "curves.png")
+
+
+def compare(folders: list[Path]) -> str:
+    """A markdown table of finished runs, one row a (width, mode, steps), over seeds; differences are paired by seed and data order."""
+    ends: dict[tuple, dict[int, dict]] = {}
+    for run in folders:
+        args, evals = read_json(run / "config.json")["args"], [r for r in read_metrics(run) if "val_ce" in r]
+        if not evals or evals[-1]["step"] != args["steps"]:
+            raise Refusal(f"{run}: not finished ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
+        ends.setdefault((args["width"], args["steps"], args["mode"]), {})[args["seed"]] = evals[-1] | {"start": evals[0]["val_ce"]}
+    spread = lambda values: f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+    lines = ["| width | steps | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE - CE(lrc), paired |", "|---|---|---|---|---|---|---|---|---|"]
+    for (width, steps, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], item[0][1], ("lrc", "dense", "core").index(item[0][2]))):
+        plain = ends.get((width, steps, "lrc"), {})
+        paired = [end["val_ce"] - plain[seed]["val_ce"] for seed, end in seeds.items() if seed in plain]
+        row = [width, steps, mode, len(seeds), *(spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")),
+               spread(paired) if paired and mode != "lrc" else ""]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        print(compare([Path(argument) for argument in sys.argv[1:]]))
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")

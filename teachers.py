@@ -26,7 +26,7 @@ QWEN25 = dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1000000.0, max_p
 
 # name -> hub id (None: in this repository), student width, peak learning rate, the shape (None: read the folder)
 PRESETS = {
-    "tiny": dict(hub=None, width=64, lr=3e-3, config=None),
+    "tiny": dict(hub=None, width=64, lr=5e-3, config=None),
     "smollm2-135m": dict(hub="HuggingFaceTB/SmolLM2-135M-Instruct", width=288, lr=1e-4, config=dict(
         model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=100000.0,

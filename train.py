@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -50,7 +48,7 @@ class Args:
     mode: str = flag("core", "how the student's MLP trains", choices=list(core.MODES))
     width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
     data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl file, a folder of such, or a prepared folder (default for tiny: stdlib)")
-    steps: int = flag(600, "optimizer steps")
+    steps: int = flag(400, "optimizer steps")
     batch_size: int = flag(16, "sequences a micro-batch, a rank")
     seq_len: int = flag(128, "tokens a sequence")
     accum: int = flag(1, "micro-batches a step, a rank")
@@ -208,22 +206,43 @@ def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------------- the run
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    if args.plan:
-        return plan.show(args)
-    place = find_place(args)
-    torch.manual_seed(args.seed)
-    run = Path(args.out)
-    if place.rank == 0 and not args.resume and runs.newest_checkpoint(run):
-        raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
+def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective: Objective, lr: float, clip: float, place: Place) -> dict[str, float]:
+    """One optimizer step over this rank's micro-batches [(ids, targets)] -> the loss terms, means over the step's valid tokens,
+    and the gradient norm. `net` is the student as it runs: plain, compiled, or wrapped by DDP."""
+    valid = torch.tensor(float(sum((targets != IGNORE).sum() for _, targets in micro)), device=place.device)
+    if place.world > 1:
+        dist.all_reduce(valid)
+    clone.zero_grad()
+    clone.deploy()
+    logged: dict[str, torch.Tensor] = {}
+    for m, (ids, targets) in enumerate(micro):
+        ids, targets = ids.to(place.device, non_blocking=True), targets.to(place.device, non_blocking=True)
+        # gradients cross ranks with the last micro-batch only; the forward, too, must be inside no_sync
+        with net.no_sync() if place.world > 1 and m + 1 < len(micro) else contextlib.nullcontext():
+            with place.precision():
+                sums = losses(net, teacher, ids, targets, objective, clone.frame, clone.student.lm_head.weight)
+            # mean over the valid tokens of all ranks and micro-batches; DDP divides by world, so world is put back
+            (sums["loss"] * (place.world / valid)).backward()
+        for name, value in sums.items():
+            logged[name] = logged.get(name, 0.0) + value.detach() / valid
+    clone.pull_back()
+    coordinates = list(clone.coordinates().values())
+    logged["grad_norm"] = torch.nn.utils.clip_grad_norm_(coordinates, clip) / place.world  # the same on each rank: its sum is itself
+    values = torch.stack([v.float() for v in logged.values()])
+    if place.world > 1:
+        dist.all_reduce(values)
+    terms = dict(zip(logged, values.tolist()))  # the step's one wait for the device
+    if not all(math.isfinite(v) for v in terms.values()):
+        raise Refusal(f"{', '.join(k for k, v in terms.items() if not math.isfinite(v))} not finite; the newest checkpoint is from "
+                      "before it: try a smaller --lr or a longer --warmup")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return terms
 
-    # the teacher, its tokenizer, the data
-    folder, origin = resolve(args.teacher, args.revision or None)
-    shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-    args.width = args.width or shape.hidden_size // 2
-    if args.stage == "distill":
-        plan.check_width(shape, args.width)
+
+def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[Tokenizer, Path, Tokens, Tokens]:
+    """(tokenizer, folder of shards, training split, held-out split), checked against the teacher."""
     if not args.data:
         raise Refusal("--data is needed with this teacher: a .txt or .jsonl file, a folder, or stdlib")
     if args.seq_len > shape.max_position_embeddings:
@@ -231,123 +250,113 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size > shape.vocab_size:
         raise Refusal(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {shape.vocab_size} rows")
-    shards = prepare(args.data, tokenizer, quiet=place.rank != 0)
-    train = Tokens(shards, "train", args.seq_len, tokenizer, args.seed)
-    held = Tokens(shards, "val", args.seq_len, tokenizer)
+    if place.rank == 0:
+        shards = prepare(args.data, tokenizer)
+    if place.world > 1:
+        dist.barrier()  # the others find what rank 0 prepared
+    shards = prepare(args.data, tokenizer, quiet=True)
+    return tokenizer, shards, Tokens(shards, "train", args.seq_len, tokenizer, args.seed), Tokens(shards, "val", args.seq_len, tokenizer)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.plan:
+        return plan.show(args)
+    place, run, distil = find_place(args), Path(args.out), args.stage == "distill"
+    if place.rank == 0 and not args.resume and runs.newest_checkpoint(run):
+        raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
+
+    # the teacher, its tokenizer, the data
+    folder, origin = resolve(args.teacher, args.revision or None)
+    shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    args.width = args.width or shape.hidden_size // 2
+    if distil:
+        plan.check_width(shape, args.width)
+    tokenizer, shards, train, held = tokens_of(args, folder, shape, place)
     held_batches = lambda: held.spread(max(1, args.eval_tokens // args.seq_len))
-    distil = args.stage == "distill"
     teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
 
     # the clone, its optimizer, the objective
     calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
     clone = build(args, teacher, shape, calibration, place)
-    student, coordinates = clone.student, list(clone.coordinates().values())
+    student = clone.student
     if teacher is not None and place.autocast:
         teacher.to(place.autocast)
     optimizer = make_optimizer(clone, args)
-    step = resume(args, clone, optimizer) if args.resume else 0
+    step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
         for tensor in training_state(clone, optimizer).values():  # one start for all ranks, whatever their hardware
             dist.broadcast(tensor.data, 0)
         clone.deploy()
     objective = Objective(args.temperature, args.w_kl, args.w_ce, args.w_align, args.attention, tokenizer.vocab_size) if distil \
         else Objective(w_kl=0, w_align=0)
-    running = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
+    net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
-    ddp = DDP(running, device_ids=[place.device.index] if place.device.type == "cuda" else None) if place.world > 1 else None
-    net = ddp or running
+    if place.world > 1:
+        net = DDP(net, device_ids=[place.device.index] if place.device.type == "cuda" else None)
 
-    tokens_a_step = args.batch_size * args.seq_len * args.accum * place.world
-    place.say(f"{args.stage}: {origin}, {plan.count(sum(p.numel() for p in student.parameters()))} deployed, "
-              f"{plan.count(sum(p.numel() for p in coordinates))} trained; {args.batch_size} x {args.seq_len} tokens x {args.accum} "
-              f"micro-batches x {place.world} ranks = {tokens_a_step:,} tokens a step, {args.steps} steps; {place.device}, "
-              f"{'autocast to bfloat16' if place.autocast else 'float32'}")
+    step_tokens = args.batch_size * args.seq_len * args.accum * place.world
+    size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
+    place.say(f"{args.stage}: {origin}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
+              f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {step_tokens:,} tokens a step, {args.steps} steps; "
+              f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
 
-    def score(model) -> dict[str, float]:
+    def score(model: Transformer) -> dict[str, float]:
         with place.precision():
             return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None)
 
-    def report(at: int) -> dict[str, float]:
-        """Held-out figures of the student to the log and the screen."""
+    def report() -> None:
         figures = score(student)
-        runs.append_metrics(run, {"step": at, "tokens": at * tokens_a_step} | figures)
-        place.say(f"step {at:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
-        return figures
+        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
+        place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
 
-    def save(at: int) -> None:
-        runs.save_checkpoint(run, {"step": at, "tokens": at * tokens_a_step}, training_state(clone, optimizer), clone.weights)
-
-    if place.rank == 0:
-        if args.resume:
-            runs.cut_metrics(run, step)
-        else:
-            runs.start(run, asdict(args), origin, folder, read_json(shards / "tokens.json"), student.config.to_hf(torch.float32))
-            if distil:
-                runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
-            report(0)
+    if place.rank == 0 and args.resume:
+        runs.cut_metrics(run, step)
+    elif place.rank == 0:
+        runs.start(run, asdict(args), origin, folder, read_json(shards / "tokens.json"), student.config.to_hf(torch.float32))
+        if distil:
+            runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
+        report()
 
     # the loop
-    clock, spent = time.perf_counter(), 0.0  # spent: seconds of training alone, for tokens/s
+    spent = 0.0  # seconds of training alone
     while step < args.steps:
-        micro = [train.batch(((step * args.accum + m) * place.world + place.rank) * args.batch_size, args.batch_size)
-                 for m in range(args.accum)]
-        valid = torch.tensor(float(sum((y != IGNORE).sum() for _, y in micro)), device=place.device)
-        if place.world > 1:
-            dist.all_reduce(valid)
-        clone.zero_grad()
-        clone.deploy()
-        logged: dict[str, torch.Tensor] = {}
-        for m, (ids, targets) in enumerate(micro):
-            ids, targets = ids.to(place.device, non_blocking=True), targets.to(place.device, non_blocking=True)
-            # gradients cross ranks with the last micro-batch only; forward must be inside no_sync too
-            with ddp.no_sync() if ddp and m + 1 < args.accum else contextlib.nullcontext():
-                with place.precision():
-                    sums = losses(net, guide, ids, targets, objective, clone.frame, student.lm_head.weight)
-                # mean over the valid tokens of all ranks and micro-batches; DDP divides by world, so world is put back
-                (sums["loss"] * (place.world / valid)).backward()
-            for name, value in sums.items():
-                logged[name] = logged.get(name, 0.0) + value.detach() / valid
-        clone.pull_back()
-        norm = torch.nn.utils.clip_grad_norm_(coordinates, args.clip)
-        values = torch.stack([v.float() for v in logged.values()])
-        if place.world > 1:
-            dist.all_reduce(values)
-        terms = dict(zip(logged, values.tolist())) | {"grad_norm": norm.item()}  # the step's one wait for the device
-        if not all(math.isfinite(v) for v in terms.values()):
-            raise Refusal(f"step {step + 1}: {', '.join(k for k, v in terms.items() if not math.isfinite(v))} not finite; the "
-                          f"checkpoint in {run} is from before it: try a smaller --lr or a longer --warmup")
+        clock = time.perf_counter()
+        reads = [((step * args.accum + m) * place.world + place.rank) * args.batch_size for m in range(args.accum)]
+        micro = [train.batch(position, args.batch_size) for position in reads]
         lr = learning_rate(args, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+        try:
+            terms = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place)
+        except Refusal as refusal:
+            raise Refusal(f"step {step + 1}: {refusal}") from None
         step += 1
+        taken = time.perf_counter() - clock
+        spent += taken
+        if place.rank != 0:
+            continue
+        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | terms | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
+        last = step == args.steps
+        if step % args.log_every == 0 or last:
+            left = int((args.steps - step) * spent / (step - begun))
+            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {v:.4f}" for k, v in terms.items() if k != "grad_norm")
+                      + f"  |g| {terms['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
+        if step % args.eval_every == 0 or step % args.save_every == 0 or last:
+            clone.deploy()  # the student still holds the weights from before this step's update
+        if step % args.eval_every == 0 or last:
+            report()
+        if step % args.save_every == 0 or last:
+            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, training_state(clone, optimizer), clone.weights)
 
-        now = time.perf_counter()
-        spent, taken, clock = spent + now - clock, now - clock, now
-        if place.rank == 0:
-            runs.append_metrics(run, {"step": step, "tokens": step * tokens_a_step} | terms
-                                | {"lr": lr, "tokens_per_second": round(tokens_a_step / taken, 1)})
-            if step % args.log_every == 0 or step == args.steps:
-                left = int((args.steps - step) * taken)
-                place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {v:.4f}" for k, v in terms.items() if k != "grad_norm")
-                          + f"  |g| {terms['grad_norm']:.2f}  lr {lr:.2e}  {tokens_a_step / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
-            last = step == args.steps
-            clone.deploy()
-            if step % args.eval_every == 0 or last:
-                report(step)
-            if step % args.save_every == 0 or last:
-                save(step)
-            clock = time.perf_counter()
+    # what it came to
     if place.world > 1:
         dist.barrier()
     if place.rank == 0:
         merge.export(run)
         runs.draw_curves(run)
-        trained = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in coordinates)}
-        place.say(f"\n{runs.table(run, trained)}\n\nstudent: {run}/student   curves: {run}/curves.png")
-        for who, network in (("teacher", teacher), ("student", student)):
-            if network is not None:
-                place.say(f"\n{who}: {sample(network, tokenizer, next(held_batches())[0].to(place.device))!r}")
+        place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
+        for who, model in (("teacher", teacher), ("student", student)):
+            if model is not None:
+                place.say(f"\n{who}: {sample(model, tokenizer, next(held_batches())[0].to(place.device))!r}")
     if place.world > 1:
         dist.destroy_process_group()
 

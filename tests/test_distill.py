@@ -285,7 +285,6 @@ def test_losses_equal_the_naive_form(pair):
     assert sums["kl"] == pytest.approx(kl.item(), rel=2e-6) and sums["ce"] == pytest.approx(ce.item(), rel=1e-6)
     assert sums["align"] == pytest.approx(sums["hidden"] + sums["attention"] + sums["mlp"], rel=1e-6)
     assert sums["loss"] == pytest.approx(0.7 * sums["kl"] + 1.3 * sums["ce"] + 0.3 * sums["align"], rel=1e-6)
-    assert float(OBJECTIVE.total(sums)) == pytest.approx(sums["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("term, gone", [("kl", {"kl"}), ("ce", {"ce"}), ("align", {"align", "hidden", "attention", "mlp"})])
