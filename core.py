@@ -10,7 +10,7 @@ The modes here start from that same merged matrix and let training leave the spa
 `core` is `dense` with AdamW run in the frame [T U_perp]: an orthogonal change of coordinates reaches the same matrices, but AdamW
 scales each coordinate by its own history, so it takes another path. At step 0 the three students are one function, and all
 merge to one matrix of the plain shape. Attention, embedding and head stay as lrc.py made them.
-Source: Train What You Deploy, arXiv 2609.02006; method.md sections 2 and 5.
+Source: Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def complement(T: Tensor) -> Tensor:
     The complete QR factorisation of T spans the whole space, its first k columns span col(T). Inside the complement there is
     no singular-value order: any completion is as teacher-aligned as any other.
     """
-    Q, _ = torch.linalg.qr(T.cpu(), mode="complete")  # (out, out)
-    return Q[:, T.shape[1]:].to(T.device).contiguous()
+    Q, _ = torch.linalg.qr(T, mode="complete")  # (out, out)
+    return Q[:, T.shape[1]:].contiguous()
 
 
 class Core(Slice):

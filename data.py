@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from distill import IGNORE
 from teachers import Refusal, read_json
 
 SHARD_TOKENS = 1 << 26
@@ -207,8 +208,19 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     """Tokenise `source` into a folder of shards, or find the folder where the same files were tokenised before."""
     if (Path(source) / "tokens.json").exists():
         return Path(source)
-    files = source_files(source)
-    stamp = json.dumps([tokenizer.fingerprint, [(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files]])
+    rows = (("val" if held_out(name) else "train", len(text.encode("utf-8", "replace")), {"tokens": tokenizer.document(text)})
+            for name, text in documents(source))
+    return write_shards(source, source_files(source), rows, tokenizer, out, quiet)
+
+
+def write_shards(source: str, files: list[tuple[str, Path]], rows: Iterator[tuple[str, int, dict[str, list[int]]]], tokenizer: Tokenizer,
+                 out: Path | None = None, quiet: bool = False, also: tuple = (), facts: dict | None = None) -> Path:
+    """Rows of (split, bytes of text, tensors) -> their folder of shards, found if it exists and then no row is read.
+
+    The tensors of a row are equally long: "tokens", and for chat a "mask" of 0 and 1. `also` is what the rows depend on besides
+    the files and the tokenizer; `facts` join the summary when the last row has been read, so that rows may count into them.
+    """
+    stamp = json.dumps([tokenizer.fingerprint, [(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files], *also])
     stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
     out = out or Path("tokens") / f"{Path(source).stem}-{stamp}"
     if (out / "tokens.json").exists():
@@ -224,17 +236,17 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
 
     def flush(split):
         if buffers[split]:
-            ids = np.concatenate(buffers[split])
-            digest.update(ids.tobytes())
-            save_file({"tokens": ids}, making / f"{split}-{counts[split] // SHARD_TOKENS:05d}.safetensors", metadata)
-            counts[split], buffers[split], waiting[split] = counts[split] + len(ids), [], 0
+            tensors = {name: np.concatenate([row[name] for row in buffers[split]]) for name in buffers[split][0]}
+            for tensor in tensors.values():
+                digest.update(tensor.tobytes())
+            save_file(tensors, making / f"{split}-{counts[split] // SHARD_TOKENS:05d}.safetensors", metadata)
+            counts[split], buffers[split], waiting[split] = counts[split] + waiting[split], [], 0
 
     try:
-        for name, text in documents(source):
-            split = "val" if held_out(name) else "train"
-            buffers[split].append(np.array(tokenizer.document(text), dtype=dtype))
-            waiting[split] += len(buffers[split][-1])
-            bytes_read += len(text.encode("utf-8", "replace"))
+        for split, size, tensors in rows:
+            buffers[split].append({name: np.array(row, dtype if name == "tokens" else np.uint8) for name, row in tensors.items()})
+            waiting[split] += len(tensors["tokens"])
+            bytes_read += size
             if waiting[split] >= SHARD_TOKENS:
                 flush(split)
             if not quiet and sys.stderr.isatty():
@@ -242,7 +254,7 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
         for split in buffers:
             flush(split)
         summary = dict(source=source, stamp=stamp, files=len(files), bytes=bytes_read, tokens=counts,
-                       fingerprint=digest.hexdigest()[:16], **metadata,
+                       fingerprint=digest.hexdigest()[:16], **metadata, **(facts or {}),
                        python=sys.version.split()[0] if source == "stdlib" else None)
         (making / "tokens.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         try:
@@ -263,11 +275,13 @@ class Tokens:
 
     def __init__(self, folder: Path, split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0):
         self.seq_len, self.seed = seq_len, seed
-        self.shards, self.total = [], 0  # (first token's place in the stream, the one after the last, the view)
+        self.shards, self.total = [], 0  # (first token's place in the stream, the one after the last, file, views)
         for file in sorted(Path(folder).glob(f"{split}-*.safetensors")):
             try:
                 opened = safe_open(file, framework="np")
-                meta, view = opened.metadata() or {}, opened.get_slice("tokens")
+                names = {"tokens"} | ({"mask"} & set(opened.keys()))  # chat has a mask: 1 where the loss falls
+                meta, views = opened.metadata() or {}, {name: opened.get_slice(name) for name in names}
+                view = views["tokens"]
             except (SafetensorError, OSError) as error:
                 raise Refusal(f"{file}: cannot be read as a token shard ({error}); prepare the data again") from None
             if view.get_dtype() not in ("U16", "U32") or not meta.keys() >= {"tokenizer", "vocab_size"}:
@@ -278,8 +292,12 @@ class Tokens:
             if view.get_dtype() == "U16" and int(meta["vocab_size"]) > 1 << 16:
                 raise Refusal(f"{file}: 16-bit ids cannot hold a vocabulary of {meta['vocab_size']}; prepare the data again")
             size = view.get_shape()[0]
-            self.shards.append((self.total, self.total + size, opened, view))  # the view reads from disk, window by window
+            if "mask" in views and (views["mask"].get_dtype() != "U8" or views["mask"].get_shape() != [size]):
+                raise Refusal(f"{file}: its mask is not one U8 for each of the {size} tokens; prepare the data again")
+            self.shards.append((self.total, self.total + size, opened, views))  # views read from disk, window by window
             self.total += size
+        if len({"mask" in views for *_, views in self.shards}) > 1:
+            raise Refusal(f"{folder}: {split} shards with a loss mask and without one; prepare the data again")
         if not len(self):
             raise Refusal(f"{folder}: the {split} split has no window of {seq_len + 1} tokens; give more text or a smaller --seq-len")
         self.epoch, self.order = -1, None
@@ -287,11 +305,17 @@ class Tokens:
     def __len__(self) -> int:
         return max(0, self.total - 1) // self.seq_len
 
-    def window(self, i: int) -> Tensor:
+    def window(self, i: int, name: str = "tokens") -> Tensor:
         """(seq_len + 1,) int64: inputs are [:-1], targets [1:]. A window may lie across shards."""
         begin, end = i * self.seq_len, (i + 1) * self.seq_len + 1
-        parts = [view[max(0, begin - first):min(end, last) - first] for first, last, _, view in self.shards if first < end and begin < last]
+        parts = [views[name][max(0, begin - first):min(end, last) - first] for first, last, _, views in self.shards if first < end and begin < last]
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    def pair(self, i: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (seq_len,) of window i. In chat a target that is not the assistant's is IGNORE."""
+        ids = self.window(i)
+        targets = ids[1:] if "mask" not in self.shards[0][3] else ids[1:].where(self.window(i, "mask")[1:] == 1, IGNORE)
+        return ids[:-1], targets
 
     def shuffled(self, position: int) -> int:
         """The window that the position-th read of the run takes: a fresh permutation an epoch, no state to save."""
@@ -302,14 +326,14 @@ class Tokens:
 
     def batch(self, position: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (count, seq_len) of reads position .. position + count - 1."""
-        rows = torch.stack([self.window(self.shuffled(position + k)) for k in range(count)])
-        return rows[:, :-1], rows[:, 1:]
+        inputs, targets = zip(*(self.pair(self.shuffled(position + k)) for k in range(count)))
+        return torch.stack(inputs), torch.stack(targets)
 
     def spread(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Up to `count` windows evenly spread over the split, in order, one at a time: for evaluation and calibration."""
         for i in np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int)):
-            row = self.window(int(i))[None]
-            yield row[:, :-1], row[:, 1:]
+            inputs, targets = self.pair(int(i))
+            yield inputs[None], targets[None]
 
 
 if __name__ == "__main__":

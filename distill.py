@@ -1,6 +1,6 @@
 """The objective: what the student is asked for, and how far from it a student is.
 
-    L = w_kl * kl + w_ce * ce + lambda * align                         (method.md section 3)
+    L = w_kl * kl + w_ce * ce + lambda * align
 
     kl      1.28 * T^2 * KL(softmax(t/T) || softmax(z/T))   at T = 40, teacher logits t, student logits z
     ce      -log softmax(z)[next token]
@@ -168,5 +168,6 @@ def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None
                 kl += kl_rows(t, z, 1.0)[0].sum().item()
                 same += (t.argmax(-1) == z.argmax(-1)).sum().item()
         count += (targets != IGNORE).sum().item()
+    count = max(count, 1)
     figures = {"val_ce": ce / count}
     return figures | ({"val_kl": kl / count, "val_top1": same / count} if teacher is not None else {})

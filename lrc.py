@@ -9,7 +9,7 @@ orthonormal basis T of col(W_T) holds all that plain LRC can reach, and its coor
 For gate and up, T is (d_ff, H): 1 - H/d_ff of the deployed matrix can never be reached. core.py opens that rest.
 
 The order of this file: the span (Slice), the student and its coordinates (Clone), the calibrated start (calibrate).
-Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.02006; method.md sections 1 and 4.
+Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
 
@@ -29,11 +29,19 @@ DUAL = ("o_proj.weight", "down_proj.weight")  # these write into the stream: the
 def span(W: Tensor) -> Tensor:
     """Orthonormal basis T (out, k) of col(W), W (out, in), k its numerical rank: left singular vectors, largest first.
 
-    Signs follow a rule, so that a basis made anew is the same basis.
-    Computed on the CPU: LAPACK gives the same answer whatever the accelerator.
+    W^T W = V S^2 V^T gives T = W V S^-1: an eigenproblem of the teacher's width instead of an SVD of d_ff rows. In fp64 it resolves
+    singular values down to 1e-6 of the largest; what lies below is zero to an fp32 weight. Signs follow a rule, so that a
+    basis made anew is the same basis.
     """
-    U, S, _ = torch.linalg.svd(W.detach().cpu(), full_matrices=False)
-    return fix_signs(U[:, S > S[0] * max(W.shape) * torch.finfo(S.dtype).eps]).to(W.device).contiguous()
+    A = W.detach().double()
+    out_side = W.shape[0] <= W.shape[1]
+    S2, V = torch.linalg.eigh(A @ A.T if out_side else A.T @ A)  # ascending
+    kept = (S2 > 1e-12 * S2[-1]).flip(0)
+    T = V.flip(1)[:, kept]
+    if not out_side:
+        T = A @ T / S2.flip(0)[kept].sqrt()
+        T = torch.linalg.solve_triangular(torch.linalg.cholesky(T.T @ T).T, T, upper=True, left=False)  # orthonormal to the last digit
+    return fix_signs(T).to(W.dtype).contiguous()
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -147,7 +155,7 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
 
     The fit runs on the student's own stream so far, so each write into the stream also repairs what earlier layers got
     wrong. All of it is closed form: no randomness, the same result on every rank. The two streams live in a file, one
-    chunk of rows in memory at a time. method.md section 4.
+    chunk of rows in memory at a time.
     """
     c, r, device = teacher.config, student.config.hidden_size, teacher.lm_head.weight.device
     rope = rope_table(teacher.rope_freq, ids.shape[1], device)

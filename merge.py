@@ -67,6 +67,7 @@ def swap(making: Path, out: Path) -> None:
 def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
     """The model card: what was distilled from what, with which figures."""
     args, rows = record["args"], runs.read_metrics(run)
+    made = {"distill": f"A student of {record['teacher']}", "pretrain": "A pretrained network", "sft": f"{record['teacher']}, fine-tuned"}
     train = [r for r in rows if "loss" in r and r["step"] <= state["step"]]
     held = [r for r in rows if "val_ce" in r and r["step"] <= state["step"]]
     lines = [("stage", args["stage"]), ("teacher", record["teacher"]), ("mode", args["mode"] if args["stage"] == "distill" else "-"),
@@ -76,8 +77,8 @@ def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
              ("last training step", figures(train[-1:], ("loss", "kl", "ce", "align"))),
              ("held-out", figures(held[-1:], ("val_ce", "val_kl", "val_top1"))),
              ("code", record["git_commit"] or "not in git")]
-    return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# A student of {record['teacher']}\n\n"
-            "Made by low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; val_kl is KL(teacher || student) at T = 1.\n\n"
+    return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {made[args['stage']]}\n\n"
+            "Made with the code of low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; val_kl is KL(teacher || student) at T = 1.\n\n"
             "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in lines))
 
 

@@ -84,7 +84,7 @@ def show(args) -> None:
     """Print the account of a run (train.Args) and stop there."""
     c = shape_of(args.teacher, args.revision or None)
     width = args.width or c.hidden_size // 2
-    if args.stage == "pretrain":
+    if args.stage != "distill":
         width, mode = c.hidden_size, "pretrain"
     else:
         check_width(c, width)

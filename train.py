@@ -1,8 +1,9 @@
-"""The loop: distil a teacher into a narrower student, or pretrain a network from nothing.
+"""The loop: distil a teacher into a narrower student; or pretrain a network from nothing; or fine-tune one on chats.
 
     python train.py                                                          # the embedded teacher, mode core
     python train.py --teacher llama3.2-3b --mode core --plan                 # what a run would be; no weights, no network
     torchrun --standalone --nproc_per_node=8 train.py --teacher llama3.2-3b --mode core --data FOLDER
+    python train.py --stage sft --teacher RUN/student --data chats.jsonl     # fine-tune the merged student
     python train.py --resume --out RUN                                       # go on where RUN stopped
 
 One optimizer step, in order: deploy (coordinates -> the student's weights), all micro-batches on the plain student,
@@ -10,19 +11,19 @@ pull back (gradients of the weights -> gradients of the coordinates), clip, Adam
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import chat
 import core
 import lrc
 import merge
@@ -31,81 +32,8 @@ import runs
 from data import Tokenizer, Tokens, prepare
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from teachers import PRESETS, Refusal, read_json, resolve
-
-# --------------------------------------------------------------------------------------------- flags
-
-
-def flag(default, help, **more):
-    return field(default=default, metadata=dict(help=help, **more))
-
-
-@dataclass
-class Args:
-    stage: str = flag("distill", "distill a teacher, or pretrain: random weights in the shape of --teacher, CE only", choices=["distill", "pretrain"])
-    teacher: str = flag("tiny", f"preset ({', '.join(PRESETS)}), hub id, or local HF folder")
-    revision: str = flag("", "hub revision of the teacher (default: newest; the exact commit is recorded)")
-    mode: str = flag("core", "how the student's MLP trains", choices=list(core.MODES))
-    width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
-    data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl file, a folder of such, or a prepared folder (default for tiny: stdlib)")
-    steps: int = flag(400, "optimizer steps")
-    batch_size: int = flag(16, "sequences a micro-batch, a rank")
-    seq_len: int = flag(128, "tokens a sequence")
-    accum: int = flag(1, "micro-batches a step, a rank")
-    lr: float = flag(0.0, "peak learning rate (0: the preset's, else 1e-4)")
-    schedule: str = flag("linear", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    warmup: float = flag(0.05, "warm-up as a share of the steps (published: 0.005 of 200k steps)")
-    weight_decay: float = flag(0.0, "AdamW's, on matrices only")
-    clip: float = flag(1.0, "largest gradient norm over all coordinates")
-    temperature: float = flag(40.0, "T of the KL")
-    w_kl: float = flag(1.0, "weight of the KL (its scale 1.28 T^2 is inside the term)")
-    w_ce: float = flag(1.0, "weight of the cross-entropy")
-    w_align: float = flag(0.2, "lambda, weight of the alignment")
-    attention: str = flag("cosine", "attention alignment", choices=["cosine", "mse"])
-    calibration_tokens: int = flag(32768, "training tokens that the calibrated start sees; well above the teacher's width")
-    seed: int = flag(1234, "seed of the data order and of random weights; the calibrated start uses none")
-    out: str = flag("runs/tiny-core", "run folder")
-    resume: bool = flag(False, "go on from the newest checkpoint of --out, with the flags stored there")
-    compile: bool = flag(False, "torch.compile the student and the teacher")
-    dtype: str = flag("auto", "autocast: auto is bfloat16 where CUDA has it, else float32", choices=["auto", "float32", "bfloat16"])
-    eval_every: int = flag(100, "steps between evaluations on held-out text")
-    eval_tokens: int = flag(32768, "held-out tokens an evaluation reads, evenly spread")
-    save_every: int = flag(200, "steps between checkpoints")
-    log_every: int = flag(20, "steps between progress lines; metrics.jsonl gets every step")
-    plan: bool = flag(False, "print what this run would be, and stop")
-
-
-FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "plan"}
-
-
-def parse(argv: list[str] | None) -> Args:
-    """Command line -> Args. With --resume the run folder's own flags are the defaults, and contradicting one is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    for f in fields(Args):
-        meta, name = dict(f.metadata), "--" + f.name.replace("_", "-")
-        meta["help"] += "" if f.default in ("", False, 0) else f" (default: {f.default})"
-        kind = dict(action="store_true") if isinstance(f.default, bool) else dict(type=type(f.default), default=f.default)
-        parser.add_argument(name, **kind, **meta)
-    args = Args(**vars(parser.parse_args(argv)))
-    if args.resume:
-        stored = read_json(Path(args.out) / "config.json")["args"]
-        parser.set_defaults(**stored)
-        again = Args(**vars(parser.parse_args(argv)))
-        for f in fields(Args):
-            if f.name not in FREE_ON_RESUME and getattr(again, f.name) != stored[f.name]:
-                raise Refusal(f"--{f.name.replace('_', '-')} {getattr(again, f.name)} contradicts {args.out}/config.json "
-                              f"({stored[f.name]}); a resumed run keeps its flags")
-        args = again
-    preset = PRESETS.get(args.teacher, {})
-    args.width = args.width or preset.get("width", 0)
-    args.lr = args.lr or preset.get("lr", 1e-4)
-    args.data = args.data or ("stdlib" if args.teacher == "tiny" else "")
-    for name in ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every"):
-        if getattr(args, name) < 1:
-            raise Refusal(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if not math.isfinite(args.lr) or args.lr <= 0 or args.clip <= 0 or args.temperature <= 0:
-        raise Refusal("--lr, --clip and --temperature must be positive numbers")
-    return args
+from flags import Args, parse
+from teachers import Refusal, read_json, resolve
 
 
 def learning_rate(args: Args, step: int) -> float:
@@ -154,9 +82,10 @@ def find_place(args: Args) -> Place:
 
 def build(args: Args, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
     """The clone at step 0. `calibration` is None when a checkpoint will fill it: only its spans are then made."""
-    if args.stage == "pretrain":
-        student = Transformer(shape)
-        student.initialise(args.seed)
+    if args.stage != "distill":  # every weight is its own coordinate
+        student = Transformer(shape) if args.stage == "pretrain" else Transformer.from_pretrained(args.teacher)
+        if args.stage == "pretrain":
+            student.initialise(args.seed)
         return lrc.Clone(student.to(place.device))
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
@@ -212,6 +141,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     valid = torch.tensor(float(sum((targets != IGNORE).sum() for _, targets in micro)), device=place.device)
     if place.world > 1:
         dist.all_reduce(valid)
+    valid.clamp_(min=1)  # a step of chats may hold no assistant token at all: its loss is 0, not 0/0
     clone.zero_grad()
     clone.deploy()
     logged: dict[str, torch.Tensor] = {}
@@ -250,16 +180,18 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size > shape.vocab_size:
         raise Refusal(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {shape.vocab_size} rows")
+    def prepared(quiet):
+        return chat.prepare(args.data, folder, tokenizer, quiet=quiet) if args.stage == "sft" else prepare(args.data, tokenizer, quiet=quiet)
     if place.rank == 0:
-        shards = prepare(args.data, tokenizer)
+        prepared(quiet=False)
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
-    shards = prepare(args.data, tokenizer, quiet=True)
+    shards = prepared(quiet=True)
     return tokenizer, shards, Tokens(shards, "train", args.seq_len, tokenizer, args.seed), Tokens(shards, "val", args.seq_len, tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = parse(argv, __doc__)
     if args.plan:
         return plan.show(args)
     place, run, distil = find_place(args), Path(args.out), args.stage == "distill"
@@ -322,8 +254,8 @@ def main(argv: list[str] | None = None) -> None:
     spent = 0.0  # seconds of training alone
     while step < args.steps:
         clock = time.perf_counter()
-        reads = [((step * args.accum + m) * place.world + place.rank) * args.batch_size for m in range(args.accum)]
-        micro = [train.batch(position, args.batch_size) for position in reads]
+        micro = [train.batch(((step * args.accum + m) * place.world + place.rank) * args.batch_size, args.batch_size)
+                 for m in range(args.accum)]
         lr = learning_rate(args, step)
         try:
             terms = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place)

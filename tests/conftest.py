@@ -1,4 +1,7 @@
-"""Shared by all tests: small random teachers, one thread, no hub."""
+"""Shared by all tests: small random teachers, one thread, no hub.
+
+A number such as A7 or B25 in the name of a test stands for a known failure of this trade, from a log of public bug reports.
+"""
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")

@@ -61,7 +61,7 @@ def test_all_modes_start_as_the_same_function_bit_for_bit(teacher, ids):
 
 
 def test_trained_numbers_follow_the_published_count(teacher):
-    """MLP: 3 L r H for plain LRC, 3 L r d_ff when opened (method.md section 6)."""
+    """MLP: 3 L r H for plain LRC, 3 L r d_ff when opened."""
     for mode, each in (("lrc", 24), ("dense", 60), ("core", 60)):
         mlp = sum(p.numel() for name, p in clone_of(teacher, mode).coordinates().items() if ".mlp." in name)
         assert mlp == 3 * 2 * 12 * each
@@ -127,7 +127,7 @@ def test_core_is_dense_in_other_coordinates(ids):
 
 
 def test_a_fit_of_gate_and_up_on_their_own_never_asks_for_the_complement(teacher, ids):
-    """method.md section 2: the gradient of |W_T x_T - W x_S|^2 lies in col(W_T) while W does; only the end-to-end loss leaves it."""
+    """The gradient of |W_T x_T - W x_S|^2 lies in col(W_T) while W does; only the end-to-end loss leaves it."""
     teacher = teacher.double()
     shares = {}
     for name, weights in (("gate and up alone", dict(w_kl=0, w_ce=0, w_align=1)), ("end to end", dict(w_align=0))):

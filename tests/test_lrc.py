@@ -29,6 +29,15 @@ def test_span_of_a_wide_or_rank_deficient_matrix_has_its_rank():
     assert lrc.span(torch.randn(12, 20)).shape == (12, 12)
 
 
+def test_small_directions_of_a_real_spectrum_are_kept():
+    """Singular values over five decades, as embeddings have: none may be taken for zero because the matrix is tall."""
+    U, V = torch.linalg.qr(torch.randn(4000, 12, dtype=F64)).Q, torch.linalg.qr(torch.randn(12, 12, dtype=F64)).Q
+    W = (U * torch.logspace(0, -5, 12, dtype=F64)) @ V
+    T = lrc.span(W.float()).double()
+    assert T.shape == (4000, 12) and torch.allclose(T.T @ T, torch.eye(12, dtype=F64), atol=1e-6)
+    assert (U[:, :8] - T @ (T.T @ U[:, :8])).norm() < 1e-2  # below 1e-4 fp32 itself blurs the directions
+
+
 def test_B25_span_is_the_same_twice_signs_follow_the_rule_and_the_rng_stays():
     W = torch.randn(40, 16)
     state = torch.get_rng_state()

@@ -186,6 +186,20 @@ def test_pretraining_uses_the_shape_of_the_folder_and_no_teacher(teacher_folder,
     assert json.loads((out / "student" / "config.json").read_text())["hidden_size"] == 24
 
 
+def test_sft_tunes_a_model_on_the_assistants_words_alone(teacher_folder, tmp_path):
+    """From a distilled student, as the README has it; the loss falls on 'ok' and the end of its turn, which are soon learnt."""
+    student = run(teacher_folder, tmp_path / "run") / "student"
+    (student / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"say {i} {i * i}"}, {"role": "assistant", "content": "ok"}]}) + "\n" for i in range(300)))
+    before = load_file(student / "model.safetensors")
+    train.main(["--stage", "sft", "--teacher", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "1e-2", "--steps", "30"])
+    rows = [r for r in runs.read_metrics(tmp_path / "sft") if "loss" in r]
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and "kl" not in rows[0]
+    after = load_file(tmp_path / "sft" / "student" / "model.safetensors")
+    assert before.keys() == after.keys() and all(before[k].shape == after[k].shape and not torch.equal(before[k], after[k]) for k in before)
+
+
 @pytest.mark.parametrize("more, word", [
     (["--width", "13"], "12 and 16"), (["--width", "99"], "24"), (["--seq-len", "500"], "128 positions"), (["--steps", "0"], "--steps"),
     (["--data", "nowhere"], "nowhere"), (["--data", ""], "--data"), (["--teacher", "no-such"], "no-such"), (["--lr", "nan"], "--lr")])

@@ -1,0 +1,83 @@
+"""The flags of train.py: one dataclass, its defaults and help, and what is refused before anything is loaded."""
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from core import MODES
+from teachers import PRESETS, Refusal, read_json
+
+def flag(default, help, **more):
+    return field(default=default, metadata=dict(help=help, **more))
+
+
+@dataclass
+class Args:
+    stage: str = flag("distill", "distill: a student of --teacher; pretrain: random weights in its shape, CE only; sft: its own weights, on chats", choices=["distill", "pretrain", "sft"])
+    teacher: str = flag("tiny", f"preset ({', '.join(PRESETS)}), hub id, or local HF folder")
+    revision: str = flag("", "hub revision of the teacher (default: newest; the exact commit is recorded)")
+    mode: str = flag("core", "how the student's MLP trains", choices=list(MODES))
+    width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
+    data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl file, a folder of such, or a prepared folder (default for tiny: stdlib); for sft a .jsonl of chats")
+    steps: int = flag(400, "optimizer steps")
+    batch_size: int = flag(16, "sequences a micro-batch, a rank")
+    seq_len: int = flag(128, "tokens a sequence")
+    accum: int = flag(1, "micro-batches a step, a rank")
+    lr: float = flag(0.0, "peak learning rate (0: the preset's, else 1e-4; sft: 1e-5)")
+    schedule: str = flag("linear", "decay after warm-up", choices=["linear", "cosine", "constant"])
+    warmup: float = flag(0.05, "warm-up as a share of the steps (published: 0.005 of 200k steps)")
+    weight_decay: float = flag(0.0, "AdamW's, on matrices only")
+    clip: float = flag(1.0, "largest gradient norm over all coordinates")
+    temperature: float = flag(40.0, "T of the KL")
+    w_kl: float = flag(1.0, "weight of the KL (its scale 1.28 T^2 is inside the term)")
+    w_ce: float = flag(1.0, "weight of the cross-entropy")
+    w_align: float = flag(-1.0, "lambda, weight of the alignment (-1: the preset's, else the published 0.2)")
+    attention: str = flag("cosine", "attention alignment", choices=["cosine", "mse"])
+    calibration_tokens: int = flag(32768, "training tokens that the calibrated start sees; well above the teacher's width")
+    seed: int = flag(1234, "seed of the data order and of random weights; the calibrated start uses none")
+    out: str = flag("", "run folder (default: runs/TEACHER-MODE)")
+    resume: bool = flag(False, "go on from the newest checkpoint of --out, with the flags stored there")
+    compile: bool = flag(False, "torch.compile the student and the teacher")
+    dtype: str = flag("auto", "autocast: auto is bfloat16 where CUDA has it, else float32", choices=["auto", "float32", "bfloat16"])
+    eval_every: int = flag(100, "steps between evaluations on held-out text")
+    eval_tokens: int = flag(32768, "held-out tokens an evaluation reads, evenly spread")
+    save_every: int = flag(200, "steps between checkpoints")
+    log_every: int = flag(20, "steps between progress lines; metrics.jsonl gets every step")
+    plan: bool = flag(False, "print what this run would be, and stop")
+
+
+FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "plan"}
+
+
+def parse(argv: list[str] | None, about: str = "") -> Args:
+    """Command line -> Args. With --resume the run folder's own flags are the defaults, and contradicting one is refused."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    for f in fields(Args):
+        meta, name = dict(f.metadata), "--" + f.name.replace("_", "-")
+        meta["help"] += "" if f.default in ("", False, 0, -1) else f" (default: {f.default})"
+        kind = dict(action="store_true") if isinstance(f.default, bool) else dict(type=type(f.default), default=f.default)
+        parser.add_argument(name, **kind, **meta)
+    args = Args(**vars(parser.parse_args(argv)))
+    args.out = args.out or f"runs/{Path(args.teacher).name}-{args.mode if args.stage == 'distill' else args.stage}"
+    if args.resume:
+        stored = read_json(Path(args.out) / "config.json")["args"]
+        parser.set_defaults(**stored | {"out": args.out})
+        again = Args(**vars(parser.parse_args(argv)))
+        for f in fields(Args):
+            if f.name not in FREE_ON_RESUME and getattr(again, f.name) != stored[f.name]:
+                raise Refusal(f"--{f.name.replace('_', '-')} {getattr(again, f.name)} contradicts {args.out}/config.json "
+                              f"({stored[f.name]}); a resumed run keeps its flags")
+        args = again
+    preset = PRESETS.get(args.teacher, {})
+    args.width = args.width or preset.get("width", 0)
+    args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
+    args.w_align = preset.get("w_align", 0.2) if args.w_align < 0 else args.w_align
+    args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
+    for name in ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every"):
+        if getattr(args, name) < 1:
+            raise Refusal(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if not math.isfinite(args.lr) or args.lr <= 0 or args.clip <= 0 or args.temperature <= 0:
+        raise Refusal("--lr, --clip and --temperature must be positive numbers")
+    return args
