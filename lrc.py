@@ -210,46 +210,36 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
 
 
 def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, F: Tensor, rope, chunks, device) -> None:
-    """Fit one layer's seven matrices and advance both streams, in place, past it. A student gain is 1 here: its norm is n(.)."""
+    """Fit one layer's seven matrices and advance both streams, in place, past it. Attention and MLP are alike: some matrices read
+    the normed stream, one writes back into it. A student gain is 1 here, so its norm is n(.)."""
     def fit(x_and_y) -> Tensor:
         ridge = Ridge()
         for rows in chunks:
             ridge.add(*x_and_y(rows, h_T[rows].to(device), h_S[rows].to(device)))
         return ridge.solve()
 
-    mix = lambda block, h: block.self_attn.mix(block.input_layernorm(h), *rope)[3]              # (rows, T, n*d)
-    product = lambda block, h: block.mlp.mix(block.post_attention_layernorm(h))[2]             # (rows, T, d_ff)
+    halves = [(lambda b: b.input_layernorm, lambda b: (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
+               lambda b, x: b.self_attn.mix(x, *rope)[3], lambda b: b.self_attn.o_proj),         # mix: (rows, T, n*d)
+              (lambda b: b.post_attention_layernorm, lambda b: (b.mlp.gate_proj, b.mlp.up_proj),
+               lambda b, x: b.mlp.mix(x)[2], lambda b: b.mlp.down_proj)]                           # mix: (rows, T, d_ff)
+    for norm, readers, mix, writer in halves:
+        # q, k, v (then gate, up) share P = argmin |n(h_S) P^T - g * n(h_T)|^2                    (H, r)
+        P = fit(lambda rows, t, s: (norm(ours)(s), norm(theirs)(t))).T
+        for their_reader, our_reader in zip(readers(theirs), readers(ours)):
+            our_reader.weight.copy_(their_reader.weight @ P)
 
-    # q, k, v share P = argmin |n(h_S) P^T - g * n(h_T)|^2                                       (H, r)
-    P = fit(lambda rows, t, s: (ours.input_layernorm(s), theirs.input_layernorm(t))).T
-    for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(ours.self_attn, name).weight.copy_(getattr(theirs.self_attn, name).weight @ P)
+        # o (then down): P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, h_T after the teacher's write, a_S the student's mix  (H, r)
+        W_o = writer(theirs)
 
-    # o: P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, h_T taken after the teacher's attention  (H, r)
-    def attention(rows, t, s):
-        t = t + theirs.self_attn.o_proj(mix(theirs, t))
-        h_T[rows] = t.cpu()
-        return theirs.self_attn.o_proj(mix(ours, s)), t @ F - s
-    ours.self_attn.o_proj.weight.copy_(fit(attention).T @ theirs.self_attn.o_proj.weight)
+        def write(rows, t, s):
+            t = t + W_o(mix(theirs, norm(theirs)(t)))
+            h_T[rows] = t.cpu()
+            return W_o(mix(ours, norm(ours)(s))), t @ F - s
+        writer(ours).weight.copy_(fit(write).T @ W_o.weight)
 
-    # gate, up share theirs, on the stream after the student's own attention
-    def after_attention(rows, t, s):
-        s = s + ours.self_attn.o_proj(mix(ours, s))
-        h_S[rows] = s.cpu()
-        return ours.post_attention_layernorm(s), theirs.post_attention_layernorm(t)
-    P = fit(after_attention).T
-    for name in ("gate_proj", "up_proj"):
-        getattr(ours.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight @ P)
-
-    # down, as o
-    def mlp(rows, t, s):
-        t = t + theirs.mlp.down_proj(product(theirs, t))
-        h_T[rows] = t.cpu()
-        return theirs.mlp.down_proj(product(ours, s)), t @ F - s
-    ours.mlp.down_proj.weight.copy_(fit(mlp).T @ theirs.mlp.down_proj.weight)
-    for rows in chunks:
-        s = h_S[rows].to(device)
-        h_S[rows] = (s + ours.mlp.down_proj(product(ours, s))).cpu()
+        for rows in chunks:
+            s = h_S[rows].to(device)
+            h_S[rows] = (s + writer(ours)(mix(ours, norm(ours)(s)))).cpu()
 
 
 def stream_error(h_T: Tensor, h_S: Tensor, F: Tensor, chunks, device) -> float:

@@ -193,7 +193,7 @@ def test_sft_tunes_a_model_on_the_assistants_words_alone(teacher_folder, tmp_pat
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"say {i} {i * i}"}, {"role": "assistant", "content": "ok"}]}) + "\n" for i in range(300)))
     before = load_file(student / "model.safetensors")
-    train.main(["--stage", "sft", "--teacher", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "1e-2", "--steps", "30"])
+    train.main(["--stage", "sft", "--teacher", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "3e-2", "--steps", "60", "--schedule", "constant"])
     rows = [r for r in runs.read_metrics(tmp_path / "sft") if "loss" in r]
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and "kl" not in rows[0]
     after = load_file(tmp_path / "sft" / "student" / "model.safetensors")
