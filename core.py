@@ -38,7 +38,7 @@ class Core(Slice):
     """W = T Z^T + U_perp Zp^T: the slice, and a complement path that starts at zero."""
 
     def __init__(self, opened: Slice):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not Slice's: the span is there already, and finding it again costs an eigenproblem
         self.dual, self.Z = opened.dual, opened.Z
         self.register_buffer("T", opened.T, persistent=False)                       # (out, k)
         self.register_buffer("U_perp", complement(opened.T), persistent=False)      # (out, out - k)

@@ -270,6 +270,11 @@ def write_shards(source: str, files: list[tuple[str, Path]], rows: Iterator[tupl
     return out
 
 
+def place_in_order(step: int, micro: int, rank: int, accum: int, world: int, batch_size: int) -> int:
+    """The first read of a micro-batch: step by step, micro-batch by micro-batch, rank by rank, so that 2 ranks x 1 read what 1 x 2 do."""
+    return ((step * accum + micro) * world + rank) * batch_size
+
+
 class Tokens:
     """Windows of seq_len + 1 tokens over one split of a prepared folder; window i of epoch e is fixed by the seed alone."""
 

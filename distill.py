@@ -40,14 +40,14 @@ class Objective:
 # ------------------------------------------------------------------------------- KL and CE, by chunks
 
 
-def kl_rows(t: Tensor, z: Tensor, T: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits t (teacher) and z (student), both (N, V) fp32 -> KL(p_t || p_z) at temperature T, (N,), and both softmaxes.
+def kl_rows(t: Tensor, z: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits t (teacher) and z (student), both (N, V) fp32 -> KL(p_t || p_z) at a temperature, (N,), and both softmaxes.
 
     At T = 40 every log-probability is near -log V while the KL is about 1e-3, so in sum p_t (log p_t - log p_z) the rounding of the
     two normalisers shows. Adding sum (p_z - p_t), which is zero, cancels it to first order; with d = log p_z - log p_t:
         KL = sum_v  p_t * (exp(d) - 1 - d),   no summand below zero
     """
-    log_t, log_z = F.log_softmax(t / T, -1), F.log_softmax(z / T, -1)
+    log_t, log_z = F.log_softmax(t / temperature, -1), F.log_softmax(z / temperature, -1)
     p_t, d = log_t.exp(), (log_z - log_t).clamp(max=80)  # beyond 80 exp overflows, and p_t is 0 in fp32
     return (p_t * (torch.expm1(d) - d)).sum(-1), p_t, log_z.exp()
 

@@ -6,7 +6,11 @@ orthonormal basis T of col(W_T) holds all that plain LRC can reach, and its coor
 
     W = T Z^T,  T (out, k) fixed,  Z (r, k) trained,  k = rank(W_T) <= min(out, H)       (the dual for o and down, transposed)
 
-For gate and up, T is (d_ff, H): 1 - H/d_ff of the deployed matrix can never be reached. core.py opens that rest.
+For gate and up, T is (d_ff, H): 1 - H/d_ff of the deployed matrix can never be reached. core.py opens that rest. Where out <= H
+(k, v, mostly q and o) T is square, so nothing is out of reach and Z only turns the coordinates.
+
+LRC's own code trains P. Z reaches the same matrices with an orthonormal T in between, so that a step in Z is a step of the same
+size in W; AdamW takes another path in it, and there are fewer numbers (for k_proj r * m*d, not r * H).
 
 The order of this file: the span (Slice), the student and its coordinates (Clone), the calibrated start (calibrate).
 Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.02006.
@@ -171,10 +175,10 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
             x = n(h).flatten(0, 1)
             moment += (x.T @ x).double()
             h = block(h, *rope)[0] if block else h
-    Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float()
+    Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
     # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain g_f stands between: turn the frame
     # by it. A common factor is free (every reader normalises), so g_f goes in at RMS 1 and the stream keeps the embedding's size
-    frame = (gain / gain.pow(2).mean().sqrt())[:, None] * Q if tied else Q
+    frame = gain[:, None] * Q / gain.pow(2).mean().sqrt() if tied else Q
     student.embed_tokens.weight.copy_(teacher.embed_tokens.weight @ Q)
 
     # 2. Layer by layer, both streams advancing together
@@ -209,44 +213,50 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
     return frame
 
 
-def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, F: Tensor, rope, chunks, device) -> None:
-    """Fit one layer's seven matrices and advance both streams, in place, past it. Attention and MLP are alike: some matrices read
-    the normed stream, one writes back into it. A student gain is 1 here, so its norm is n(.)."""
+def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, frame: Tensor, rope, chunks, device) -> None:
+    """Fit one layer's seven matrices and advance both streams, in place, past it. A student gain is 1 here, so its norm is n(.)."""
     def fit(x_and_y) -> Tensor:
         ridge = Ridge()
         for rows in chunks:
             ridge.add(*x_and_y(rows, h_T[rows].to(device), h_S[rows].to(device)))
         return ridge.solve()
 
-    halves = [(lambda b: b.input_layernorm, lambda b: (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
-               lambda b, x: b.self_attn.mix(x, *rope)[3], lambda b: b.self_attn.o_proj),         # mix: (rows, T, n*d)
-              (lambda b: b.post_attention_layernorm, lambda b: (b.mlp.gate_proj, b.mlp.up_proj),
-               lambda b, x: b.mlp.mix(x)[2], lambda b: b.mlp.down_proj)]                           # mix: (rows, T, d_ff)
-    for norm, readers, mix, writer in halves:
-        # q, k, v (then gate, up) share P = argmin |n(h_S) P^T - g * n(h_T)|^2                    (H, r)
+    def fit_half(norm, readers, mix, writer) -> None:
+        """Attention and MLP are alike: some matrices read the normed stream, one writes a mix of what they read back into it."""
+        # readers share P = argmin |n(h_S) P^T - g * n(h_T)|^2, and W_S = W_T P                   (H, r)
         P = fit(lambda rows, t, s: (norm(ours)(s), norm(theirs)(t))).T
         for their_reader, our_reader in zip(readers(theirs), readers(ours)):
             our_reader.weight.copy_(their_reader.weight @ P)
 
-        # o (then down): P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, h_T after the teacher's write, a_S the student's mix  (H, r)
+        # the writer: P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, and W_S = P_o^T W_o       (H, r)
+        # h_T is taken after the teacher's write, a_S is the student's own mix: the write makes up for what is wrong so far
         W_o = writer(theirs)
 
         def write(rows, t, s):
             t = t + W_o(mix(theirs, norm(theirs)(t)))
             h_T[rows] = t.cpu()
-            return W_o(mix(ours, norm(ours)(s))), t @ F - s
+            return W_o(mix(ours, norm(ours)(s))), t @ frame - s
         writer(ours).weight.copy_(fit(write).T @ W_o.weight)
 
         for rows in chunks:
             s = h_S[rows].to(device)
             h_S[rows] = (s + writer(ours)(mix(ours, norm(ours)(s)))).cpu()
 
+    fit_half(norm=lambda block: block.input_layernorm,
+             readers=lambda block: (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj),
+             mix=lambda block, x: block.self_attn.mix(x, *rope)[3],  # (rows, T, n*d)
+             writer=lambda block: block.self_attn.o_proj)
+    fit_half(norm=lambda block: block.post_attention_layernorm,
+             readers=lambda block: (block.mlp.gate_proj, block.mlp.up_proj),
+             mix=lambda block, x: block.mlp.mix(x)[2],  # (rows, T, d_ff)
+             writer=lambda block: block.mlp.down_proj)
 
-def stream_error(h_T: Tensor, h_S: Tensor, F: Tensor, chunks, device) -> float:
+
+def stream_error(h_T: Tensor, h_S: Tensor, frame: Tensor, chunks, device) -> float:
     """|h_T F - h_S| / |h_T F| over the calibration text."""
     wrong = whole = 0.0
     for rows in chunks:
-        target = h_T[rows].to(device) @ F
+        target = h_T[rows].to(device) @ frame
         wrong, whole = wrong + (target - h_S[rows].to(device)).pow(2).sum(), whole + target.pow(2).sum()
     return float((wrong / whole).sqrt())
 

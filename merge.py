@@ -34,9 +34,9 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     if not (run / "tokenizer").is_dir():
         raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
-    state, _, deployed = runs.load_checkpoint(run)
+    folder, state = runs.find_checkpoint(run)
     student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
-    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), deployed)
+    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), runs.read_tensors(folder / "student.safetensors"))
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(making, ignore_errors=True)
     try:

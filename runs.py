@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from core import MODES
 from teachers import Refusal, read_json
 
 
@@ -53,14 +54,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "generation_config.json")
 
 
-def start(run: Path, args: dict, teacher: str, folder: Path, data: dict, student: dict) -> None:
-    """Make the run folder: config.json, and the tokenizer files that the exported student will carry."""
+def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) -> None:
+    """Make the run folder: config.json, and the tokenizer files that the exported student will carry. `identity` is what a resumed
+    run must share besides the flags: teacher, data, ranks."""
     (run / "tokenizer").mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (folder / name).exists():
             shutil.copyfile(folder / name, run / "tokenizer" / name)
     write_text(run / "metrics.jsonl", "")
-    write_text(run / "config.json", json.dumps(dict(args=args, teacher=teacher, data=data, student=student, **surroundings()), indent=2) + "\n")
+    write_text(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
+
+
+def same(run: Path, identity: dict) -> None:
+    """Refuse to resume with another teacher, other data or another number of ranks than the run began with."""
+    record = read_json(run / "config.json")
+    for name, now in identity.items():
+        was, now = (x["fingerprint"] if name == "data" else x for x in (record[name], now))
+        if was != now:
+            raise Refusal(f"{run}: the run began with {name} {was}, now it is {now}; resume with what it began with")
 
 
 # ---------------------------------------------------------------------------------------- checkpoints
@@ -87,15 +98,19 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(found, default=None)
 
 
-def load_checkpoint(run: Path) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
-    """(state.json, training state, deployed weights) of the newest complete checkpoint."""
+def find_checkpoint(run: Path) -> tuple[Path, dict]:
+    """(folder, state.json) of the newest complete checkpoint."""
     folder = newest_checkpoint(run)
     if folder is None:
         raise Refusal(f"{run}: no checkpoint/step-* in it; nothing to resume or merge")
+    return folder, read_json(folder / "state.json")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
-        return read_json(folder / "state.json"), load_file(folder / "state.safetensors"), load_file(folder / "student.safetensors")
+        return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise Refusal(f"{folder}: cannot be read ({error})") from None
+        raise Refusal(f"{file}: cannot be read ({error})") from None
 
 
 def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
@@ -169,20 +184,35 @@ def draw_curves(run: Path) -> None:
     os.replace(run / "curves.tmp.png", run / "curves.png")
 
 
+FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every"}
+
+
 def compare(folders: list[Path]) -> str:
-    """A markdown table of finished runs, one row a (width, mode, steps), over seeds; differences are paired by seed and data order."""
+    """A markdown table of finished distillations, one row a (width, mode), over seeds; differences are paired by seed and data order.
+    Runs that differ in anything else are refused."""
     ends: dict[tuple, dict[int, dict]] = {}
+    first = None
     for run in folders:
-        args, evals = read_json(run / "config.json")["args"], [r for r in read_metrics(run) if "val_ce" in r]
+        record, evals = read_json(run / "config.json"), [r for r in read_metrics(run) if "val_kl" in r]
+        args = record["args"]
         if not evals or evals[-1]["step"] != args["steps"]:
-            raise Refusal(f"{run}: not finished ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
-        ends.setdefault((args["width"], args["steps"], args["mode"]), {})[args["seed"]] = evals[-1] | {"start": evals[0]["val_ce"]}
+            raise Refusal(f"{run}: not a finished distillation ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
+        shared = {k: v for k, v in args.items() if k not in FREE_TO_DIFFER} | {"data": record["data"]["fingerprint"]}
+        first = first or (run, shared)
+        for name in shared:
+            if shared[name] != first[1][name]:
+                raise Refusal(f"{run} and {first[0]} differ in {name}: {shared[name]} and {first[1][name]}; compare like with like")
+        seeds = ends.setdefault((args["width"], args["mode"]), {})
+        if args["seed"] in seeds:
+            raise Refusal(f"{run}: a second run of mode {args['mode']}, width {args['width']}, seed {args['seed']}")
+        seeds[args["seed"]] = evals[-1] | {"start": evals[0]["val_ce"]}
+
     spread = lambda values: f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
-    lines = ["| width | steps | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE - CE(lrc), paired |", "|---|---|---|---|---|---|---|---|---|"]
-    for (width, steps, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], item[0][1], ("lrc", "dense", "core").index(item[0][2]))):
-        plain = ends.get((width, steps, "lrc"), {})
+    lines = ["| width | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE − CE(lrc), paired |", "|---|---|---|---|---|---|---|---|"]
+    for (width, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], MODES.index(item[0][1]))):
+        plain = ends.get((width, "lrc"), {})
         paired = [end["val_ce"] - plain[seed]["val_ce"] for seed, end in seeds.items() if seed in plain]
-        row = [width, steps, mode, len(seeds), *(spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")),
+        row = [width, mode, len(seeds), *(spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")),
                spread(paired) if paired and mode != "lrc" else ""]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ import lrc
 import merge
 import plan
 import runs
-from data import Tokenizer, Tokens, prepare
+from data import Tokenizer, Tokens, place_in_order, prepare
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
 from flags import Args, parse
@@ -72,18 +73,18 @@ def find_place(args: Args) -> Place:
     if cuda:
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported())
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+    half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
     return Place(device, rank, world, torch.bfloat16 if half else None)
 
 
 # ---------------------------------------------------------------------------------------- what trains
 
 
-def build(args: Args, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
+def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
     """The clone at step 0. `calibration` is None when a checkpoint will fill it: only its spans are then made."""
     if args.stage != "distill":  # every weight is its own coordinate
-        student = Transformer(shape) if args.stage == "pretrain" else Transformer.from_pretrained(args.teacher)
+        student = Transformer(shape) if args.stage == "pretrain" else Transformer.from_pretrained(folder)
         if args.stage == "pretrain":
             student.initialise(args.seed)
         return lrc.Clone(student.to(place.device))
@@ -115,9 +116,10 @@ def training_state(clone: lrc.Clone, optimizer: torch.optim.AdamW) -> dict[str, 
 
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.AdamW) -> int:
     """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
-    state, tensors, deployed = runs.load_checkpoint(Path(args.out))
-    runs.restore(f"{args.out}/checkpoint", training_state(clone, optimizer), tensors)
+    folder, state = runs.find_checkpoint(Path(args.out))
+    runs.restore(f"{args.out}/checkpoint", training_state(clone, optimizer), runs.read_tensors(folder / "state.safetensors"))
     clone.deploy()
+    deployed = runs.read_tensors(folder / "student.safetensors")
     for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
         if not torch.allclose(w.cpu(), deployed[name], rtol=0, atol=1e-4 * float(deployed[name].abs().max())):
             raise Refusal(f"{args.out}: the teacher's span for {name} comes out differently on this machine than where the run "
@@ -146,7 +148,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     clone.deploy()
     logged: dict[str, torch.Tensor] = {}
     for m, (ids, targets) in enumerate(micro):
-        ids, targets = ids.to(place.device, non_blocking=True), targets.to(place.device, non_blocking=True)
+        ids, targets = ids.to(place.device), targets.to(place.device)
         # gradients cross ranks with the last micro-batch only; the forward, too, must be inside no_sync
         with net.no_sync() if place.world > 1 and m + 1 < len(micro) else contextlib.nullcontext():
             with place.precision():
@@ -210,14 +212,15 @@ def main(argv: list[str] | None = None) -> None:
 
     # the clone, its optimizer, the objective
     calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
-    clone = build(args, teacher, shape, calibration, place)
+    clone = build(args, folder, teacher, shape, calibration, place)
     student = clone.student
     if teacher is not None and place.autocast:
         teacher.to(place.autocast)
     optimizer = make_optimizer(clone, args)
     step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
-        for tensor in training_state(clone, optimizer).values():  # one start for all ranks, whatever their hardware
+        bases = [basis for m in clone.maps.values() for basis in m.buffers()]
+        for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
             dist.broadcast(tensor.data, 0)
         clone.deploy()
     objective = Objective(args.temperature, args.w_kl, args.w_ce, args.w_align, args.attention, tokenizer.vocab_size) if distil \
@@ -225,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
     if place.world > 1:
-        net = DDP(net, device_ids=[place.device.index] if place.device.type == "cuda" else None)
+        net = DDP(net, device_ids=[place.device.index] if place.device.type == "cuda" else None, gradient_as_bucket_view=True)
 
     step_tokens = args.batch_size * args.seq_len * args.accum * place.world
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
@@ -242,10 +245,13 @@ def main(argv: list[str] | None = None) -> None:
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
         place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
 
+    identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
+    if args.resume:
+        runs.same(run, identity)
     if place.rank == 0 and args.resume:
         runs.cut_metrics(run, step)
     elif place.rank == 0:
-        runs.start(run, asdict(args), origin, folder, read_json(shards / "tokens.json"), student.config.to_hf(torch.float32))
+        runs.start(run, asdict(args), identity, folder, student.config.to_hf(torch.float32))
         if distil:
             runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
         report()
@@ -254,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     spent = 0.0  # seconds of training alone
     while step < args.steps:
         clock = time.perf_counter()
-        micro = [train.batch(((step * args.accum + m) * place.world + place.rank) * args.batch_size, args.batch_size)
+        micro = [train.batch(place_in_order(step, m, place.rank, args.accum, place.world, args.batch_size), args.batch_size)
                  for m in range(args.accum)]
         lr = learning_rate(args, step)
         try:
