@@ -51,9 +51,11 @@ class Tokenizer:
     def __init__(self, folder: str | Path):
         path = Path(folder) / "tokenizer.json"
         spec = read_json(path)
-        model = spec["model"]
+        model = spec.get("model") or {}
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
             raise Refusal(f"{path}: model {model.get('type')} (byte_fallback={model.get('byte_fallback')}) is not byte-level BPE")
+        if not {"vocab", "merges"} <= model.keys():
+            raise Refusal(f"{path}: no BPE vocabulary and merges in it")
         for option in ("end_of_word_suffix", "continuing_subword_prefix", "dropout"):
             if model.get(option):
                 raise Refusal(f"{path}: {option}={model[option]!r} is not supported")
@@ -66,6 +68,7 @@ class Tokenizer:
         self.special = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
         ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items() if token not in self.special}
         self.encoding = tiktoken.Encoding(path.parent.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special)
+        self.known = {*ranks.values(), *self.special.values()}
         self.no_token = bytes(b for b in range(256) if bytes([b]) not in ranks)  # tiktoken panics on these, HF drops them
         self.vocab_size = 1 + max(max(ranks.values()), *self.special.values(), 0)  # real rows: padding rows come after
         self.bos, self.separator = self._document_tokens(spec, path)
@@ -103,7 +106,8 @@ class Tokenizer:
         return ([self.bos] if self.bos is not None else []) + self.encode(text) + [self.separator]
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode(ids)
+        """Text of ids; rows of a padded embedding that are no token are left out."""
+        return self.encoding.decode([i for i in ids if i in self.known])
 
 
 def split_pattern(spec: dict, path: Path) -> tuple[str, str | None]:
@@ -228,6 +232,7 @@ def write_shards(source: str, files: list[tuple[str, Path]], rows: Iterator[tupl
             raise Refusal(f"{out}: holds the tokens of other files or another tokenizer; give another --out or delete it")
         return out
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     buffers, counts, digest = {"train": [], "val": []}, {"train": 0, "val": 0}, hashlib.sha256()
     metadata = {"vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
@@ -304,7 +309,8 @@ class Tokens:
         if len({"mask" in views for *_, views in self.shards}) > 1:
             raise Refusal(f"{folder}: {split} shards with a loss mask and without one; prepare the data again")
         if not len(self):
-            raise Refusal(f"{folder}: the {split} split has no window of {seq_len + 1} tokens; give more text or a smaller --seq-len")
+            raise Refusal(f"{folder}: the {split} split has {self.total} tokens, a window takes {seq_len + 1}; give more documents "
+                          f"(every {HELD_OUT_EVERY}th is held out) or a smaller --seq-len")
         self.epoch, self.order = -1, None
 
     def __len__(self) -> int:
@@ -358,5 +364,5 @@ if __name__ == "__main__":
             print(prepare(args.source, Tokenizer(args.tokenizer), args.out))
         else:
             train_tokenizer(args.source, args.vocab, args.out)
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")

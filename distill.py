@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import widen
+from teachers import Refusal
 
 IGNORE = -100       # target of a position that no loss may see
 KL_SCALE = 1.28     # 2048 / 40^2
@@ -168,6 +169,7 @@ def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None
                 kl += kl_rows(t, z, 1.0)[0].sum().item()
                 same += (t.argmax(-1) == z.argmax(-1)).sum().item()
         count += (targets != IGNORE).sum().item()
-    count = max(count, 1)
+    if not count:
+        raise Refusal("the held-out windows that were read hold no target for the loss; raise --eval-tokens or give more data")
     figures = {"val_ce": ce / count}
     return figures | ({"val_kl": kl / count, "val_top1": same / count} if teacher is not None else {})

@@ -70,14 +70,26 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
                 raise Refusal(f"--{f.name.replace('_', '-')} {getattr(again, f.name)} contradicts {args.out}/config.json "
                               f"({stored[f.name]}); a resumed run keeps its flags")
         args = again
+    check(args)
     preset = PRESETS.get(args.teacher, {})
     args.width = args.width or preset.get("width", 0)
     args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
     args.w_align = preset.get("w_align", 0.2) if args.w_align < 0 else args.w_align
     args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
-    for name in ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every"):
-        if getattr(args, name) < 1:
-            raise Refusal(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if not math.isfinite(args.lr) or args.lr <= 0 or args.clip <= 0 or args.temperature <= 0:
-        raise Refusal("--lr, --clip and --temperature must be positive numbers")
+    if args.stage == "distill" and not (args.w_kl or args.w_ce or args.w_align):
+        raise Refusal("--w-kl, --w-ce and --w-align are all 0: nothing would be trained")
     return args
+
+
+def check(args: Args) -> None:
+    """Refuse numbers that cannot be meant. Written as `not in range`, so that nan is refused too."""
+    at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens")
+    ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width"), (0, math.inf)),
+              **dict.fromkeys(("clip", "temperature"), (1e-30, math.inf)), "warmup": (0, 1)}
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if not low <= value <= high or math.isinf(value):
+            raise Refusal(f"--{name.replace('_', '-')} {value} is out of range: it must be {'positive' if low == 1e-30 else f'at least {low}'}"
+                          + (f" and at most {high}" if high == 1 else ""))
+    if not (args.w_align >= 0 or args.w_align == -1):
+        raise Refusal(f"--w-align {args.w_align} is out of range: at least 0, or -1 for the preset's")

@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import Transformer, rope_table, unit_rms
+from teachers import Refusal
 
 DUAL = ("o_proj.weight", "down_proj.weight")  # these write into the stream: their row space is inherited, not their column space
 
@@ -149,8 +150,8 @@ class Ridge:
 
     def solve(self, relative: float = 1e-3) -> Tensor:
         """B = (X^T X + lam I)^-1 X^T Y  (a, b), lam relative to the mean of the diagonal."""
-        lam = relative * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device)
-        return torch.linalg.solve(self.xx + lam, self.xy).float()
+        lam = (relative * self.xx.diagonal().mean()).clamp(min=1e-30)  # a zero matrix of the teacher leaves nothing to fit: B = 0
+        return torch.linalg.solve(self.xx + lam * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device), self.xy).float()
 
 
 @torch.no_grad()
@@ -175,6 +176,8 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
             x = n(h).flatten(0, 1)
             moment += (x.T @ x).double()
             h = block(h, *rope)[0] if block else h
+    if not (torch.isfinite(moment).all() and gain.pow(2).sum() > 0):
+        raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: is the checkpoint whole?")
     Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
     # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain g_f stands between: turn the frame
     # by it. A common factor is free (every reader normalises), so g_f goes in at RMS 1 and the stream keeps the embedding's size

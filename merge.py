@@ -28,9 +28,11 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     student that already stands at `out` is replaced only then.
     """
     run = Path(run)
-    out = Path(out) if out else run / "student"
+    out = (Path(out) if out else run / "student").resolve()
     if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
-        raise Refusal(f"{out}: exists and is not a model folder; choose another --out")
+        raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
+    if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8"):
+        raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     if not (run / "tokenizer").is_dir():
         raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
@@ -94,5 +96,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     try:
         print(export(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -38,6 +38,30 @@ def write_text(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
+def check_folder(run: Path, resume: bool) -> None:
+    """Refuse to start over in a folder that holds a run, or that holds anything else."""
+    if resume or not run.exists():
+        return
+    if newest_checkpoint(run):
+        raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
+    if not run.is_dir() or any(p.name != ".lock" for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
+        raise Refusal(f"{run}: exists and is not a run folder; choose another --out")
+
+
+def lock(run: Path):
+    """Hold RUN/.lock for as long as the returned file lives; a second process in the same folder is refused."""
+    run.mkdir(parents=True, exist_ok=True)
+    file = (run / ".lock").open("w")
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows has no flock
+        pass
+    except OSError:
+        raise Refusal(f"{run}: another process is training in this folder; choose another --out") from None
+    return file
+
+
 def surroundings() -> dict:
     """Versions and git state, for config.json."""
     def git(*words):
@@ -103,7 +127,10 @@ def find_checkpoint(run: Path) -> tuple[Path, dict]:
     folder = newest_checkpoint(run)
     if folder is None:
         raise Refusal(f"{run}: no checkpoint/step-* in it; nothing to resume or merge")
-    return folder, read_json(folder / "state.json")
+    state = read_json(folder / "state.json")
+    if not {"step", "tokens"} <= state.keys():
+        raise Refusal(f"{folder / 'state.json'}: step or tokens is missing; delete this checkpoint")
+    return folder, state
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -135,8 +162,16 @@ def append_metrics(run: Path, row: dict) -> None:
 
 
 def read_metrics(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The rows of metrics.jsonl; a last line torn by a crash is left out."""
+    path, rows = run / "metrics.jsonl", []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise Refusal(f"{path}, line {number}: not JSON; mend or drop the line") from None
+    return rows
 
 
 def cut_metrics(run: Path, step: int) -> None:
@@ -192,9 +227,11 @@ def compare(folders: list[Path]) -> str:
     Runs that differ in anything else are refused."""
     ends: dict[tuple, dict[int, dict]] = {}
     first = None
+    if not folders:
+        raise Refusal("name the run folders to compare: python runs.py RUN [RUN ...]")
     for run in folders:
         record, evals = read_json(run / "config.json"), [r for r in read_metrics(run) if "val_kl" in r]
-        args = record["args"]
+        args = record.get("args", {"steps": 0})
         if not evals or evals[-1]["step"] != args["steps"]:
             raise Refusal(f"{run}: not a finished distillation ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
         shared = {k: v for k, v in args.items() if k not in FREE_TO_DIFFER} | {"data": record["data"]["fingerprint"]}
@@ -221,5 +258,5 @@ def compare(folders: list[Path]) -> str:
 if __name__ == "__main__":
     try:
         print(compare([Path(argument) for argument in sys.argv[1:]]))
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")

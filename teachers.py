@@ -105,8 +105,8 @@ def cached(repo: str, revision: str | None, refusal: str) -> tuple[Path, str]:
 def read_json(path: Path) -> dict:
     try:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Refusal(f"{path}: no such file; a model folder needs config.json and *.safetensors") from None
+    except OSError as error:
+        raise Refusal(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); is the folder the one you mean?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(read, dict):

@@ -196,24 +196,36 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv, __doc__)
     if args.plan:
         return plan.show(args)
-    place, run, distil = find_place(args), Path(args.out), args.stage == "distill"
-    if place.rank == 0 and not args.resume and runs.newest_checkpoint(run):
-        raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
+    run, distil = Path(args.out), args.stage == "distill"
+    runs.check_folder(run, args.resume)
+    place = find_place(args)
 
-    # the teacher, its tokenizer, the data
     folder, origin = resolve(args.teacher, args.revision or None)
+    args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
     shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-    args.width = args.width or shape.hidden_size // 2
+    args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
         plan.check_width(shape, args.width)
     tokenizer, shards, train, held = tokens_of(args, folder, shape, place)
-    held_batches = lambda: held.spread(max(1, args.eval_tokens // args.seq_len))
     teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
+    identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
+    if args.resume:
+        runs.same(run, identity)
 
-    # the clone, its optimizer, the objective
-    calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
-    clone = build(args, folder, teacher, shape, calibration, place)
-    student = clone.student
+    with runs.lock(run) if place.rank == 0 else contextlib.nullcontext():
+        calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
+        clone = build(args, folder, teacher, shape, calibration, place)
+        if place.rank == 0 and not args.resume:
+            runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
+        carry_out(args, run, place, clone, teacher, tokenizer, train, lambda: held.spread(max(1, args.eval_tokens // args.seq_len)))
+    if place.world > 1:
+        dist.destroy_process_group()
+
+
+def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Transformer | None, tokenizer: Tokenizer, train: Tokens,
+              held_batches) -> None:
+    """The loop, from step 0 or from the newest checkpoint to --steps, and what it leaves in the run folder."""
+    student, distil = clone.student, args.stage == "distill"
     if teacher is not None and place.autocast:
         teacher.to(place.autocast)
     optimizer = make_optimizer(clone, args)
@@ -232,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
 
     step_tokens = args.batch_size * args.seq_len * args.accum * place.world
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
-    place.say(f"{args.stage}: {origin}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
+    place.say(f"{args.stage}: {args.teacher}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
               f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {step_tokens:,} tokens a step, {args.steps} steps; "
               f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
 
@@ -245,13 +257,9 @@ def main(argv: list[str] | None = None) -> None:
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
         place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
 
-    identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
-    if args.resume:
-        runs.same(run, identity)
     if place.rank == 0 and args.resume:
         runs.cut_metrics(run, step)
     elif place.rank == 0:
-        runs.start(run, asdict(args), identity, folder, student.config.to_hf(torch.float32))
         if distil:
             runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
         report()
@@ -295,12 +303,12 @@ def main(argv: list[str] | None = None) -> None:
         for who, model in (("teacher", teacher), ("student", student)):
             if model is not None:
                 place.say(f"\n{who}: {sample(model, tokenizer, next(held_batches())[0].to(place.device))!r}")
-    if place.world > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command with --resume goes on from the newest checkpoint")

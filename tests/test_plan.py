@@ -93,7 +93,7 @@ def test_pretraining_trains_every_weight(capsys, tmp_path, tied):
 def test_a6_a_width_nothing_could_load_is_refused_first(tmp_path, flags):
     shape = dict(SHAPE, hidden_size=64, head_dim=16)
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")  # no weights, no tokenizer: refused before either
-    for width, parts in ((50, ("--width 50", "48", "52", "4 heads")), (65, ("1 to 64",)), (-4, ("1 to 64",))):
+    for width, parts in ((50, ("--width 50", "48", "52", "4 heads")), (65, ("1 to 64",)), (-4, ("--width -4",))):
         with pytest.raises(Refusal) as caught:
             train.main([*flags, "--teacher", str(tmp_path), "--width", str(width)])
         assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)

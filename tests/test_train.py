@@ -47,7 +47,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys):
     out = run(teacher_folder, tmp_path / "run")
-    assert {p.name for p in out.iterdir()} == {"config.json", "metrics.jsonl", "curves.png", "checkpoint", "student", "tokenizer"}
+    assert {p.name for p in out.iterdir()} == {"config.json", "metrics.jsonl", "curves.png", "checkpoint", "student", "tokenizer", ".lock"}
     rows = runs.read_metrics(out)
     steps, evals = [r for r in rows if "loss" in r], [r for r in rows if "val_ce" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6] and [r["step"] for r in evals] == [0, 3, 6]
@@ -246,3 +246,50 @@ def test_a_non_finite_step_stops_by_name_and_keeps_the_checkpoint(teacher_folder
 def test_an_error_is_one_line_and_a_nonzero_exit(tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--teacher", "no/such model"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_resume_refuses_other_data_another_teacher_and_another_number_of_ranks(teacher_folder, tmp_path):
+    out = run(teacher_folder, tmp_path / "run")
+    record = json.loads((out / "config.json").read_text())
+    for change, word in ((dict(ranks=2), "ranks 2"), (dict(teacher="other"), "teacher other"), (dict(data=record["data"] | {"fingerprint": "0"}), "data 0")):
+        (out / "config.json").write_text(json.dumps(record | change))
+        with pytest.raises(Refusal, match=word):
+            train.main(["--resume", "--out", str(out)])
+
+
+def test_a_folder_that_is_no_run_or_that_another_process_trains_in_is_refused(teacher_folder, tmp_path):
+    with pytest.raises(Refusal, match="not a run folder"):
+        run(teacher_folder, teacher_folder)  # a teacher's own folder must survive a slip of --out
+    with runs.lock(tmp_path / "run"), pytest.raises(Refusal, match="another process"):
+        run(teacher_folder, tmp_path / "run")
+    run(teacher_folder, tmp_path / "run")  # the lock alone does not make it a run
+
+
+@pytest.mark.parametrize("flags", [["--warmup", "2"], ["--warmup", "nan"], ["--seed", "-1"], ["--w-kl", "-1"], ["--w-align", "-0.5"], ["--clip", "nan"],
+                                   ["--temperature", "0"], ["--eval-tokens", "0"], ["--w-kl", "0", "--w-ce", "0", "--w-align", "0"]])
+def test_numbers_that_cannot_be_meant_are_refused_by_flag(flags):
+    with pytest.raises(Refusal, match=flags[0]):
+        train.parse(flags)
+
+
+@pytest.mark.parametrize("zero", ["mlp.gate_proj", "self_attn.o_proj", "self_attn.q_proj"])
+def test_a_teacher_with_a_zero_matrix_still_distils(teacher_folder, tmp_path, zero):
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher_folder, folder)
+    net = random_net(vocab_size=2048)
+    with torch.no_grad():
+        net.get_parameter(f"layers.0.{zero}.weight").zero_()
+    net.save_pretrained(folder)
+    assert all(torch.isfinite(w).all() for w in load_file(run(folder, tmp_path / "run") / "student" / "model.safetensors").values())
+
+
+def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path):
+    folders = [run(teacher_folder, tmp_path / f"{mode}{seed}", "--mode", mode, "--seed", str(seed)) for mode in ("lrc", "core") for seed in (1, 2)]
+    end = {f.name: runs.read_metrics(f)[-1]["val_ce"] for f in folders}
+    paired = [end["core1"] - end["lrc1"], end["core2"] - end["lrc2"]]
+    row = runs.compare(folders).splitlines()[-1]
+    assert f"| {sum(paired) / 2:.4f} ± {abs(paired[0] - paired[1]) / 2 ** 0.5:.4f} |" in row
+    with pytest.raises(Refusal, match="differ in lr"):
+        runs.compare([folders[0], run(teacher_folder, tmp_path / "other", "--lr", "2e-3")])
+    with pytest.raises(Refusal, match="second run"):
+        runs.compare([folders[0], folders[0]])
