@@ -32,7 +32,7 @@ from core import MODES
 from teachers import Refusal, read_json
 
 
-def write_text(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
@@ -85,8 +85,8 @@ def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) ->
     for name in TOKENIZER_FILES:
         if (folder / name).exists():
             shutil.copyfile(folder / name, run / "tokenizer" / name)
-    write_text(run / "metrics.jsonl", "")
-    write_text(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
+    write_whole(run / "metrics.jsonl", "")
+    write_whole(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
 
 
 def same(run: Path, identity: dict) -> None:
@@ -109,7 +109,7 @@ def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed
     making.mkdir(parents=True)
     for file, named in (("state", tensors), ("student", deployed)):
         save_file({name: t.detach().cpu().contiguous() for name, t in named.items()}, making / f"{file}.safetensors")
-    write_text(making / "state.json", json.dumps(state, indent=2) + "\n")
+    write_whole(making / "state.json", json.dumps(state, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(making, folder)
     for old in (run / "checkpoint").glob("step-*"):
@@ -177,7 +177,7 @@ def read_metrics(run: Path) -> list[dict]:
 def cut_metrics(run: Path, step: int) -> None:
     """Forget what was logged after the checkpoint that a run resumes from: those steps come again."""
     kept = [json.dumps(row) for row in read_metrics(run) if row["step"] <= step]
-    write_text(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
+    write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
 
 def table(run: Path, numbers: dict[str, int]) -> str:
