@@ -128,10 +128,10 @@ def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.AdamW) -> int:
 
 
 def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
-    """A greedy continuation of the first 32 tokens of ids (1, T), as text: prompt -> continuation."""
+    """The first 32 tokens of ids (1, T) as text, and after `>>>` the network's own greedy continuation."""
     prompt = ids[:, :32]
     tokens = net.generate(prompt, 48, {tokenizer.separator})[0].tolist()
-    return f"{tokenizer.decode(tokens[:32])} -> {tokenizer.decode(tokens[32:])}"
+    return f"{tokenizer.decode(tokens[:32])}>>>{tokenizer.decode(tokens[32:])}"
 
 
 # ------------------------------------------------------------------------------------------- the run
@@ -302,7 +302,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
         for who, model in (("teacher", teacher), ("student", student)):
             if model is not None:
-                place.say(f"\n{who}: {sample(model, tokenizer, next(held_batches())[0].to(place.device))!r}")
+                place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, next(held_batches())[0].to(place.device))}")
 
 
 if __name__ == "__main__":
