@@ -235,7 +235,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
             dist.broadcast(tensor.data, 0)
         clone.deploy()
-    objective = Objective(args.temperature, args.w_kl, args.w_ce, args.w_align, args.attention, tokenizer.vocab_size) if distil \
+    objective = Objective(args.temperature, args.w_kl, args.w_ce, args.w_align, args.attention, args.hidden, tokenizer.vocab_size) if distil \
         else Objective(w_kl=0, w_align=0)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher

@@ -188,8 +188,8 @@ def taps(seed, r, B=2, T=3, layers=2):
              enumerate(dict(q=4, k=2, v=2, o=4, gate=5, up=5, hidden=r).items())} for i in range(layers)]
 
 
-@pytest.mark.parametrize("attention", ["cosine", "mse"])
-def test_align_equals_a_hand_written_loop(attention):
+@pytest.mark.parametrize("attention, hidden", [("cosine", "relative"), ("mse", "mse")])
+def test_align_equals_a_hand_written_loop(attention, hidden):
     student, teacher, frame = taps(1, 3), taps(2, 6), randn(6, 3, seed=9)
     valid = torch.tensor([[True, False, True], [True, True, False]])
     mse = lambda a, b: sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)
@@ -198,21 +198,22 @@ def test_align_equals_a_hand_written_loop(attention):
     hand = dict(hidden=0.0, attention=0.0, mlp=0.0)
     for layer, (b, t) in itertools.product(range(2), valid.nonzero().tolist()):
         s, th = ({name: tap[b, t].tolist() for name, tap in side[layer].items()} for side in (student, teacher))
-        hand["hidden"] += mse(s["hidden"], [dot(th["hidden"], column) for column in frame.T.tolist()])
+        target = [dot(th["hidden"], column) for column in frame.T.tolist()]
+        hand["hidden"] += mse(s["hidden"], target) / (dot(target, target) / len(target) if hidden == "relative" else 1)
         hand["attention"] += sum(attend(s[name], th[name]) for name in "qkvo")
         hand["mlp"] += mse(s["gate"], th["gate"]) + mse(s["up"], th["up"])
-    ours = align_sums(student, teacher, frame, valid, attention)
+    ours = align_sums(student, teacher, frame, valid, attention, hidden)
     assert {name: value.item() for name, value in ours.items()} == pytest.approx(hand, rel=1e-6)
 
 
-@pytest.mark.parametrize("attention", ["cosine", "mse"])
-def test_b22_repeated_features_change_nothing(attention):
+@pytest.mark.parametrize("attention, hidden", [("cosine", "relative"), ("mse", "mse")])
+def test_b22_repeated_features_change_nothing(attention, hidden):
     student, teacher, frame, valid = taps(1, 3), taps(2, 6), randn(6, 3, seed=9), torch.ones(2, 3, dtype=torch.bool)
-    once = align_sums(student, teacher, frame, valid, attention)
+    once = align_sums(student, teacher, frame, valid, attention, hidden)
     twice = lambda side: [{name: tap.repeat(1, 1, 2) for name, tap in layer.items()} for layer in side]
     for layer, plain in zip(again := twice(teacher), teacher):
         layer["hidden"] = plain["hidden"]  # the frame doubles this one
-    doubled = align_sums(twice(student), again, frame.repeat(1, 2), valid, attention)
+    doubled = align_sums(twice(student), again, frame.repeat(1, 2), valid, attention, hidden)
     assert all(doubled[name].item() == pytest.approx(value.item(), rel=1e-6) for name, value in once.items())
 
 
