@@ -46,15 +46,16 @@ def test_distil_merge_reload_generate(cache, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     monkeypatch.chdir(tmp_path)
     folder, leads = smollm2_folder(cache), wikipedia_leads(cache)
-    train.main(["--teacher", str(folder), "--width", "288", "--mode", "core", "--data", str(leads), "--steps", "20", "--batch-size", "2",
-                "--seq-len", "256", "--lr", "1e-4", "--warmup", "0.2", "--calibration-tokens", "24576", "--eval-every", "20",
+    train.main(["--teacher", str(folder), "--width", "288", "--mode", "core", "--data", str(leads), "--steps", "20", "--batch-size", "4",
+                "--seq-len", "256", "--lr", "3e-5", "--warmup", "0.2", "--calibration-tokens", "24576", "--eval-every", "20",
                 "--eval-tokens", "8192", "--log-every", "1", "--save-every", "20", "--out", "run"])
     rows = runs.read_metrics(Path("run"))
     steps, evals = [r for r in rows if "loss" in r], [r for r in rows if "val_ce" in r]
     teacher = next(r["teacher"] for r in rows if "teacher" in r)
     assert teacher["val_ce"] < 3.2 and evals[0]["val_ce"] <= 5.3
-    assert evals[-1]["val_ce"] < evals[0]["val_ce"] and evals[-1]["val_kl"] < evals[0]["val_kl"]
-    assert sum(r["loss"] for r in steps[-5:]) < sum(r["loss"] for r in steps[:5])
+    # held-out, because 20 batches of 1,024 tokens differ more from each other than 20 steps change the student
+    assert evals[-1]["val_ce"] < evals[0]["val_ce"] - 0.1 and evals[-1]["val_kl"] < evals[0]["val_kl"] - 0.05
+    assert all(r["loss"] < 1.5 * steps[0]["loss"] for r in steps)  # and no spike on the way
     tokenizer, student = AutoTokenizer.from_pretrained("run/student"), AutoModelForCausalLM.from_pretrained("run/student").eval()
     held, _ = next(Tokens(prepare(str(leads), Tokenizer(folder)), "val", 256, Tokenizer(folder)).spread(1))
     with torch.no_grad():
