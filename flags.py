@@ -35,7 +35,8 @@ class Args:
     w_ce: float = flag(1.0, "weight of the cross-entropy")
     w_align: float = flag(-1.0, "lambda, weight of the alignment (-1: the preset's, else the published 0.2)")
     attention: str = flag("cosine", "attention alignment", choices=["cosine", "mse"])
-    hidden: str = flag("", "hidden-state alignment: plain MSE as published, or relative to the teacher's size token by token (default: relative; tiny: mse)", choices=["", "relative", "mse"])
+    hidden: str = flag("auto", "hidden-state alignment: mse as published, or relative to the teacher's size, token by token (auto: relative; tiny: mse)",
+                       choices=["auto", "relative", "mse"])
     calibration_tokens: int = flag(32768, "training tokens that the calibrated start sees; well above the teacher's width")
     seed: int = flag(1234, "seed of the data order and of random weights; the calibrated start uses none")
     out: str = flag("", "run folder (default: runs/TEACHER-MODE)")
@@ -76,7 +77,7 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     args.width = args.width or preset.get("width", 0)
     args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
     args.w_align = preset.get("w_align", 0.2) if args.w_align < 0 else args.w_align
-    args.hidden = args.hidden or preset.get("hidden", "relative")
+    args.hidden = preset.get("hidden", "relative") if args.hidden == "auto" else args.hidden
     args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
     if args.stage == "distill" and not (args.w_kl or args.w_ce or args.w_align):
         raise Refusal("--w-kl, --w-ce and --w-align are all 0: nothing would be trained")
