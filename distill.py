@@ -7,8 +7,7 @@
     align   per layer: hidden + attention q, k, v, o (1 - cosine, or MSE) + gate and up MSE
 
 hidden is the published MSE, |h_S - h_T F|^2, or that over |h_T F|^2, token by token ("relative", the default). Real teachers hold a few
-massive activations (a thousand times the rest, on the first tokens of a text): with the plain MSE these few tokens are all of the
-loss, and 20 steps on SmolLM2-135M lose what the calibrated start had won.
+massive activations: in SmolLM2-135M three of 256 tokens carry 92 % of |h_T|^2 (in `tiny` 2 %), so under the plain MSE they own the gradient.
 
 Each term is a mean over the valid tokens of the whole optimizer step: the functions here return *sums*
 over the valid tokens of one micro-batch (targets != IGNORE), the loop divides once by the count of the step.

@@ -201,7 +201,7 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
         xy = xx = 0.0
         for rows in chunks:
             x, y = n(h_S[rows].to(device)), teacher.norm(h_T[rows].to(device))
-            if tied:
+            if tied:  # g_S = sum(x * y) / sum(x^2), channel by channel
                 y = y @ Q  # (rows, T, r)
                 xy, xx = xy + (x * y).sum((0, 1)), xx + x.pow(2).sum((0, 1))
             else:

@@ -169,7 +169,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_calibration_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
+def test_calibration_memory_does_not_grow_with_the_number_of_batches():
     teacher = random_net().requires_grad_(False)
     largest = []
     for sequences in (160, 640):
