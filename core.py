@@ -1,15 +1,18 @@
 """Opening the MLP: train what you deploy.
 
 Plain LRC deploys gate, up (d_ff, r) and down (r, d_ff) whole but trains them only inside the teacher's span, T Z^T.
-The modes here start from that same merged matrix and let training leave the span:
+The modes here start from that same merged matrix; three of them let training leave the span, one is their control:
 
-    lrc     W = T Z^T                          trains Z (r, H)                      reaches col(T) only
-    dense   W                                  trains W (d_ff, r)                   reaches everything
-    core    W = T Z^T + U_perp Zp^T, Zp = 0    trains Z (r, H) and Zp (r, d_ff-H)   reaches everything
+    mode     deployed matrix W            trains                           reaches
+    lrc      T Z^T                        Z (r, H)                         col(T) only
+    dense    W                            W (d_ff, r)                      everything
+    core     T Z^T + U_perp Zc^T          Z (r, H) and Zc (r, d_ff - H)    everything, in the teacher's own frame
+    random   T Z^T + R Zc^T               the same numbers                 everything, in a frame of no meaning
+    slice    T Z^T + T A Zc^T             the same numbers                 col(T) only: core's budget without core's reach
 
-`core` is `dense` with AdamW run in the frame [T U_perp]: an orthogonal change of coordinates reaches the same matrices, but AdamW
-scales each coordinate by its own history, so it takes another path. At step 0 the three students are one function, and all
-merge to one matrix of the plain shape. Attention, embedding and head stay as lrc.py made them.
+Zc starts at 0, so that at step 0 the five students are one function; all merge to one matrix of the plain shape. `core` is `dense`
+with AdamW run in the frame [T U_perp]: an orthogonal change of coordinates reaches the same matrices, but AdamW scales each
+coordinate by its own history, so it takes another path. Attention, embedding and head stay as lrc.py made them.
 Source: Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from lrc import Clone, Slice
 
-MODES = ("lrc", "dense", "core")
+MODES = ("lrc", "dense", "core", "random", "slice")
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -34,30 +37,45 @@ def complement(T: Tensor) -> Tensor:
     return Q[:, T.shape[1]:].contiguous()
 
 
-class Core(Slice):
-    """W = T Z^T + U_perp Zp^T: the slice, and a complement path that starts at zero."""
+def directions(mode: str, T: Tensor, generator: torch.Generator) -> Tensor:
+    """C (out, out - k): the fixed directions of the second path, for T (out, k). Columns have length 1 (`random`: nearly), so that a
+    step in Zc is as large in W as a step in Z."""
+    out, k = T.shape
+    if mode == "core":
+        return complement(T)
+    draw = lambda rows: torch.randn(rows, out - k, generator=generator).to(T)  # on the CPU: the same on every device and rank
+    if mode == "random":
+        return draw(out) / out ** 0.5  # R: full rank, not orthogonalised, so that a part of it lies in col(T)
+    A = draw(k)
+    return T @ (A / A.norm(dim=0))  # T A, A (k, out - k) with unit columns
 
-    def __init__(self, opened: Slice):
+
+class Opened(Slice):
+    """W = T Z^T + C Zc^T: the slice, and a second path along C that starts at zero."""
+
+    def __init__(self, slice: Slice, C: Tensor):
         nn.Module.__init__(self)  # not Slice's: the span is there already, and finding it again costs an eigenproblem
-        self.dual, self.Z = opened.dual, opened.Z
-        self.register_buffer("T", opened.T, persistent=False)                       # (out, k)
-        self.register_buffer("U_perp", complement(opened.T), persistent=False)      # (out, out - k)
-        self.Zp = nn.Parameter(self.Z.new_zeros(len(self.Z), self.U_perp.shape[1]))  # (r, out - k)
+        self.dual, self.Z = slice.dual, slice.Z
+        self.register_buffer("T", slice.T, persistent=False)                # (out, k)
+        self.register_buffer("C", C, persistent=False)                      # (out, out - k)
+        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), C.shape[1]))   # (r, out - k)
 
     def weight(self) -> Tensor:
-        return self.flip(self.T @ self.Z.T + self.U_perp @ self.Zp.T)
+        return self.flip(self.T @ self.Z.T + self.C @ self.Zc.T)
 
     def pull_back(self, G: Tensor) -> None:
-        """dL/dZ = G^T T,  dL/dZp = G^T U_perp."""
+        """dL/dZ = G^T T,  dL/dZc = G^T C."""
         super().pull_back(G)
-        self.Zp.grad = self.flip(G).T @ self.U_perp
+        self.Zc.grad = self.flip(G).T @ self.C
 
 
-def open_mlp(clone: Clone, mode: str) -> Clone:
-    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit."""
+def open_mlp(clone: Clone, mode: str, seed: int = 0) -> Clone:
+    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit.
+    `seed` is that of R and A; `core` uses none."""
+    generator = torch.Generator().manual_seed(seed)
     for name in [n for n in clone.maps if n.endswith(MLP)]:
         if mode == "dense":
             del clone.maps[name]  # the deployed matrix is its own coordinate
-        elif mode == "core":
-            clone.maps[name] = Core(clone.maps[name])
+        elif mode != "lrc":
+            clone.maps[name] = Opened(clone.maps[name], directions(mode, clone.maps[name].T, generator))
     return clone

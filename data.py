@@ -340,11 +340,12 @@ class Tokens:
         inputs, targets = zip(*(self.pair(self.shuffled(position + k)) for k in range(count)))
         return torch.stack(inputs), torch.stack(targets)
 
-    def spread(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Up to `count` windows evenly spread over the split, in order, one at a time: for evaluation and calibration."""
-        for i in np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int)):
-            inputs, targets = self.pair(int(i))
-            yield inputs[None], targets[None]
+    def spread(self, count: int, together: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Up to `count` windows evenly spread over the split, in order, `together` at a time: for evaluation and calibration."""
+        chosen = np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(int))
+        for k in range(0, len(chosen), together):
+            inputs, targets = zip(*(self.pair(int(i)) for i in chosen[k:k + together]))
+            yield torch.stack(inputs), torch.stack(targets)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,21 @@
 
     kl      1.28 * T^2 * KL(softmax(t/T) || softmax(z/T))   at T = 40, teacher logits t, student logits z
     ce      -log softmax(z)[next token]
-    align   per layer: hidden + attention q, k, v, o (1 - cosine, or MSE) + gate and up MSE
+    align   the sum of the recipe's alignment terms, each summed over layers
+
+A recipe is a list of terms (RECIPES), and each can be left out by name:
+
+    lrc     kl, ce, and alignment as *Train What You Deploy* runs it: q, k, v, o (1 - cosine, or MSE), gate, up, hidden
+    gpd     kl alone, its stripped control
+    clone   kl, ce, and the clone loss of the original LRC: the MSE of q, k, v, gate, up, attn_out, ffn_out
 
 hidden is the published MSE, |h_S - h_T F|^2, or that over |h_T F|^2, token by token ("relative", the default). Real teachers hold a few
 massive activations: in SmolLM2-135M three of 256 tokens carry 92 % of |h_T|^2 (in `tiny` 2 %), so under the plain MSE they own the gradient.
+
+attn_out and ffn_out compare what a layer writes into the stream with the teacher's write, projected: o_S against o_T P. P is the
+projection of the very matrix that writes, W_S = P^T W_T, so o_T P is W_S applied to the teacher's mix a_T (attention before o_proj, or
+silu(gate) * up), which lives in a space both models share. Hence, whatever the coordinates:
+    o_S - o_T P = W_S (a_S - a_T)
 
 Each term is a mean over the valid tokens of the whole optimizer step: the functions here return *sums*
 over the valid tokens of one micro-batch (targets != IGNORE), the loop divides once by the count of the step.
@@ -28,6 +39,9 @@ from teachers import Refusal
 
 IGNORE = -100       # target of a position that no loss may see
 KL_SCALE = 1.28     # 2048 / 40^2
+RECIPES = {"lrc": ("kl", "ce", "q", "k", "v", "o", "gate", "up", "hidden"),
+           "gpd": ("kl",),
+           "clone": ("kl", "ce", "q", "k", "v", "gate", "up", "attn_out", "ffn_out")}
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class Objective:
     w_kl: float = 1.0
     w_ce: float = 1.0
     w_align: float = 0.2             # lambda; summed over layers and terms, not averaged
+    align: tuple[str, ...] = RECIPES["lrc"][2:]
     attention: str = "cosine"        # or "mse": the sources disagree, so it is a switch
     hidden: str = "relative"         # or "mse", as published
     real_vocab: int | None = None    # rows the tokenizer can emit; the padded rest would triple the KL at T = 40
@@ -105,14 +120,19 @@ class HeadLoss(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ alignment
 
 
-def align_sums(student: list[dict], teacher: list[dict], frame: Tensor, valid: Tensor, attention: str, hidden: str) -> dict[str, Tensor]:
-    """Taps of both models, one dict a layer; frame (H, r); valid (B, T) -> hidden, attention and mlp, summed over layers and tokens.
+def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, valid: Tensor, objective: Objective,
+               writers: list[tuple[Tensor, Tensor]] | None = None) -> dict[str, Tensor]:
+    """Taps of both models, one dict a layer; valid (B, T) -> the terms of objective.align, each summed over layers and tokens.
 
-    q, k, v (before RoPE), o (before o_proj), gate and up (before the activation) live in spaces that both models
-    share. The hidden state does not: the teacher's is compared through the frame, h_T F.
+    q, k, v (before RoPE), o (before o_proj), gate and up (before the activation) live in spaces that both models share. The hidden
+    state does not: the teacher's is compared through the frame F (H, r), h_T F. `writers` are the student's (o_proj, down_proj) weights
+    a layer, which attn_out and ffn_out need.
     """
-    def squared(a, b):  # mean over features, so that a width doubled by repetition changes nothing
-        return torch.where(valid, (widen(a) - widen(b)).pow(2).mean(-1), 0).sum()
+    def mean_square(difference):  # mean over features, so that a width doubled by repetition changes nothing
+        return torch.where(valid, widen(difference).pow(2).mean(-1), 0).sum()
+
+    def squared(a, b):
+        return mean_square(widen(a) - widen(b))
 
     def cosine(a, b):
         return torch.where(valid, 1 - F.cosine_similarity(widen(a), widen(b), dim=-1), 0).sum()
@@ -120,34 +140,41 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor, valid: T
     def relative(a, b):  # |a - b|^2 / |b|^2
         return torch.where(valid, (widen(a) - widen(b)).pow(2).mean(-1) / widen(b).pow(2).mean(-1).clamp(min=1e-12), 0).sum()
 
-    attend, compare = {"cosine": cosine, "mse": squared}[attention], {"relative": relative, "mse": squared}[hidden]
-    sums = {"hidden": 0.0, "attention": 0.0, "mlp": 0.0}
-    for s, t in zip(student, teacher, strict=True):
-        sums["hidden"] += compare(s["hidden"], t["hidden"] @ frame.to(t["hidden"].dtype))
-        sums["attention"] += sum(attend(s[name], t[name]) for name in "qkvo")
-        sums["mlp"] += squared(s["gate"], t["gate"]) + squared(s["up"], t["up"])
+    attend, compare = {"cosine": cosine, "mse": squared}[objective.attention], {"relative": relative, "mse": squared}[objective.hidden]
+    product = lambda tap: F.silu(tap["gate"]) * tap["up"]  # what down_proj reads
+    sums = dict.fromkeys(objective.align, 0.0)
+    for i, (s, t) in enumerate(zip(student, teacher, strict=True)):
+        for name in objective.align:
+            if name == "hidden":
+                sums[name] += compare(s[name], t[name] @ frame.to(t[name].dtype))
+            elif name == "attn_out":  # W_S (a_S - a_T)
+                sums[name] += mean_square(F.linear(s["o"] - t["o"], writers[i][0]))
+            elif name == "ffn_out":
+                sums[name] += mean_square(F.linear(product(s) - product(t), writers[i][1]))
+            else:
+                sums[name] += (squared if name in ("gate", "up") else attend)(s[name], t[name])
     return sums
 
 
 def losses(student, teacher, ids: Tensor, targets: Tensor, objective: Objective, frame: Tensor | None = None,
-           head: Tensor | None = None) -> dict[str, Tensor]:
-    """One micro-batch, ids and targets (B, T) -> sums over its valid tokens: kl, ce, align, the parts of align, and loss.
+           head: Tensor | None = None, writers: list[tuple[Tensor, Tensor]] | None = None) -> dict[str, Tensor]:
+    """One micro-batch, ids and targets (B, T) -> sums over its valid tokens: kl, ce, the terms of align, align, and loss.
 
-    `student` may be wrapped (DDP, compile): it is called, never reached into; its head weight comes as `head` (V, r).
-    `teacher` is None where nothing is distilled. Terms of weight 0 are neither computed nor reported.
+    `student` may be wrapped (DDP, compile): it is called, never reached into; its weights come as `head` (V, r) and `writers` (see
+    align_sums). `teacher` is None where nothing is distilled. Terms of weight 0 are neither computed nor reported.
     """
-    aligned = teacher is not None and objective.w_align > 0
+    aligned = teacher is not None and objective.w_align > 0 and len(objective.align) > 0
     run = lambda net: net(ids, taps=True, head=False) if aligned else (net(ids, head=False), None)
     x, taps = run(student)  # (B, T, r)
     x_t = weight_t = None
-    if teacher is not None:
+    if teacher is not None and (aligned or objective.w_kl):
         with torch.no_grad():
             x_t, taps_t = run(teacher)  # (B, T, H)
         x_t, weight_t = x_t.flatten(0, 1), teacher.lm_head.weight
     loss, kl, ce = HeadLoss.apply(x.flatten(0, 1), head, targets.flatten(), x_t, weight_t, objective)
     sums = ({"kl": kl} if objective.w_kl else {}) | ({"ce": ce} if objective.w_ce else {})
     if aligned:
-        parts = align_sums(taps, taps_t, frame, targets != IGNORE, objective.attention, objective.hidden)
+        parts = align_sums(taps, taps_t, frame, targets != IGNORE, objective, writers)
         sums |= parts | {"align": sum(parts.values())}
         loss = loss + objective.w_align * sums["align"]
     return sums | {"loss": loss}

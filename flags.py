@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core import MODES
+from distill import RECIPES
 from teachers import PRESETS, Refusal, read_json
+
 
 def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
@@ -18,7 +20,12 @@ class Args:
     stage: str = flag("distill", "distill: a student of --teacher; pretrain: random weights in its shape, CE only; sft: its own weights, on chats", choices=["distill", "pretrain", "sft"])
     teacher: str = flag("tiny", f"preset ({', '.join(PRESETS)}), hub id, or local HF folder")
     revision: str = flag("", "hub revision of the teacher (default: newest; the exact commit is recorded)")
-    mode: str = flag("core", "how the student's MLP trains", choices=list(MODES))
+    mode: str = flag("core", "how the student's MLP trains (core.py); scratch: no weight of the teacher's at all, the baseline", choices=[*MODES, "scratch"])
+    recipe: str = flag("lrc", "the terms of the objective and the start that goes with them (distill.py)", choices=list(RECIPES))
+    without: str = flag("", "terms of the recipe to leave out, by name, with commas: kl, ce, q, k, v, o, gate, up, hidden, attn_out, ffn_out")
+    init: str = flag("auto", "the start: calibrated, or W_T P with a random P: orthonormal, or N(0, 0.02) as LRC's own code (auto: gpd orthonormal, else calibrated)",
+                     choices=["auto", "calibrated", "orthonormal", "random"])
+    coordinates: str = flag("span", "what stays in the span trains as Z (span) or as P, W = W_T P (teacher)", choices=["span", "teacher"])
     width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
     data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl file, a folder of such, or a prepared folder (default for tiny: stdlib); for sft a .jsonl of chats")
     steps: int = flag(400, "optimizer steps")
@@ -34,11 +41,11 @@ class Args:
     w_kl: float = flag(1.0, "weight of the KL (its scale 1.28 T^2 is inside the term)")
     w_ce: float = flag(1.0, "weight of the cross-entropy")
     w_align: float = flag(-1.0, "lambda, weight of the alignment (-1: the preset's, else the published 0.2)")
-    attention: str = flag("cosine", "attention alignment", choices=["cosine", "mse"])
+    attention: str = flag("auto", "attention alignment (auto: cosine; recipe clone: mse)", choices=["auto", "cosine", "mse"])
     hidden: str = flag("auto", "hidden-state alignment: mse as published, or relative to the teacher's size, token by token (auto: relative; tiny: mse)",
                        choices=["auto", "relative", "mse"])
     calibration_tokens: int = flag(32768, "training tokens that the calibrated start sees; well above the teacher's width")
-    seed: int = flag(1234, "seed of the data order and of random weights; the calibrated start uses none")
+    seed: int = flag(1234, "seed of the data order, of random starts and random bases; the calibrated start uses none")
     out: str = flag("", "run folder (default: runs/TEACHER-MODE)")
     resume: bool = flag(False, "go on from the newest checkpoint of --out, with the flags stored there")
     compile: bool = flag(False, "torch.compile the student and the teacher")
@@ -68,9 +75,9 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
         parser.set_defaults(**stored | {"out": args.out})
         again = Args(**vars(parser.parse_args(argv)))
         for f in fields(Args):
-            if f.name not in FREE_ON_RESUME and getattr(again, f.name) != stored[f.name]:
+            if f.name not in FREE_ON_RESUME and getattr(again, f.name) != stored.get(f.name, f.default):
                 raise Refusal(f"--{f.name.replace('_', '-')} {getattr(again, f.name)} contradicts {args.out}/config.json "
-                              f"({stored[f.name]}); a resumed run keeps its flags")
+                              f"({stored.get(f.name, f.default)}); a resumed run keeps its flags")
         args = again
     check(args)
     preset = PRESETS.get(args.teacher, {})
@@ -78,10 +85,25 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
     args.w_align = preset.get("w_align", 0.2) if args.w_align < 0 else args.w_align
     args.hidden = preset.get("hidden", "relative") if args.hidden == "auto" else args.hidden
+    if args.attention == "auto":
+        args.attention = "mse" if args.recipe == "clone" else "cosine"
+    if args.init == "auto":
+        args.init = "orthonormal" if args.recipe == "gpd" else "calibrated"
     args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
-    if args.stage == "distill" and not (args.w_kl or args.w_ce or args.w_align):
-        raise Refusal("--w-kl, --w-ce and --w-align are all 0: nothing would be trained")
+    if args.stage == "distill" and not terms(args):
+        raise Refusal("every term of the objective is left out or has weight 0 (--without, --w-kl, --w-ce, --w-align): nothing would be trained")
     return args
+
+
+def terms(args: Args) -> tuple[str, ...]:
+    """The terms of the objective that this run has: those of the recipe, less --without, less those of weight 0. A student from
+    scratch has nothing to align: its frame and its heads are its own."""
+    without = {name for name in args.without.replace(" ", "").split(",") if name}
+    recipe = tuple(t for t in RECIPES[args.recipe] if args.mode != "scratch" or t in ("kl", "ce"))
+    for name in sorted(without - set(recipe)):
+        raise Refusal(f"--without {name}: not a term of recipe {args.recipe}{', mode scratch' * (args.mode == 'scratch')}, which has {', '.join(recipe)}")
+    weight = lambda name: {"kl": args.w_kl, "ce": args.w_ce}.get(name, args.w_align)
+    return tuple(t for t in recipe if t not in without and weight(t))
 
 
 def check(args: Args) -> None:

@@ -10,9 +10,10 @@ For gate and up, T is (d_ff, H): 1 - H/d_ff of the deployed matrix can never be 
 (k, v, mostly q and o) T is square, so nothing is out of reach and Z only turns the coordinates.
 
 LRC's own code trains P. Z reaches the same matrices with an orthonormal T in between, so that a step in Z is a step of the same
-size in W; AdamW takes another path in it, and there are fewer numbers (for k_proj r * m*d, not r * H).
+size in W; AdamW takes another path in it, and there are fewer numbers (for k_proj r * m*d, not r * H). `--coordinates teacher`
+trains P: the same equation with W_T itself in the place of T, and P^T in that of Z.
 
-The order of this file: the span (Slice), the student and its coordinates (Clone), the calibrated start (calibrate).
+The order of this file: the span (Slice), the student and its coordinates (Clone), the calibrated start (calibrate), random starts.
 Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
@@ -57,12 +58,19 @@ def fix_signs(vectors: Tensor) -> Tensor:
 class Slice(nn.Module):
     """W = T Z^T, all that plain LRC can reach; `dual` matrices are treated as their transpose."""
 
-    def __init__(self, teacher_weight: Tensor, W: Tensor, dual: bool):
-        """teacher_weight: W_T; W: the student's matrix at the start, in the span of W_T already or else projected onto it."""
+    def __init__(self, teacher_weight: Tensor, W: Tensor, dual: bool, coordinates: str = "span"):
+        """teacher_weight: W_T; W: the student's matrix at the start, in the span of W_T already or else projected onto it.
+        coordinates: "span", or "teacher" for T = W_T and Z = P^T, so that W = W_T P."""
         super().__init__()
         self.dual = dual
-        self.register_buffer("T", span(self.flip(teacher_weight)), persistent=False)  # (out, k)
-        self.Z = nn.Parameter(self.flip(W).T @ self.T)  # Z = W^T T  (r, k)
+        W_T, W = self.flip(teacher_weight).detach(), self.flip(W)
+        self.register_buffer("T", span(W_T) if coordinates == "span" else W_T, persistent=False)  # (out, k)
+        if coordinates == "span":
+            Z = W.T @ self.T  # T^T T = 1
+        else:  # the shortest P of those that give W: (W_T^T W_T)^+ W_T^T W
+            A = W_T.double()
+            Z = (torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ W.double())).T.to(W.dtype)
+        self.Z = nn.Parameter(Z)  # (r, k)
 
     def flip(self, W: Tensor) -> Tensor:
         return W.T if self.dual else W
@@ -129,10 +137,12 @@ def blank_student(teacher: Transformer, width: int) -> Transformer:
     return student.eval()
 
 
-def slices(teacher: Transformer, student: Transformer) -> dict[str, Slice]:
-    """A Slice for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are."""
+def slices(teacher: Transformer, student: Transformer, coordinates: str = "span", opened: tuple[str, ...] = ()) -> dict[str, Slice]:
+    """A Slice for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are.
+    Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
     theirs = dict(teacher.named_parameters())
-    return {name: Slice(theirs[name], w, name.endswith(DUAL)) for name, w in student.named_parameters() if w.dim() == 2}
+    return {name: Slice(theirs[name], w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
+            for name, w in student.named_parameters() if w.dim() == 2}
 
 
 # ------------------------------------------------------------------------------- the calibrated start
@@ -275,3 +285,39 @@ def best_scale(student: Transformer, h_S: Tensor, targets: Tensor, device) -> fl
         z, y = student.lm_head(student.norm(h_S[row].to(device))), targets[row].to(device)  # (T, V), (T,)
         ce += torch.stack([nn.functional.cross_entropy(s * z, y, reduction="sum") for s in SCALES])
     return SCALES[int(ce.argmin())]
+
+
+# ------------------------------------------------------------------------------------- random starts
+
+
+@torch.no_grad()
+def random_start(teacher: Transformer, student: Transformer, kind: str, seed: int) -> Tensor:
+    """Fill `student` with W_T P for a P that has seen no data; returns the frame F (H, r). Norm gains stay 1.
+
+    kind "orthonormal": one random Q (H, r) with orthonormal columns everywhere, h_S = h_T Q. A reader meets the normed stream, whose
+        teacher gain g goes into its P; sqrt(H/r) makes up for the length that a projection loses:  P = diag(g) Q sqrt(H/r)
+    kind "random": P ~ N(0, 0.02), one for each matrix, as LRC's own code starts (arXiv 2505.12781).
+    """
+    H, r, device = teacher.config.hidden_size, student.config.hidden_size, teacher.lm_head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(H, r, generator=generator)
+    Q = torch.linalg.qr(draw()).Q if kind == "orthonormal" else 0.02 * draw()
+    Q = Q.to(device)
+    theirs = dict(teacher.named_parameters())
+
+    def projection(name: str) -> Tensor:
+        if name == "embed_tokens.weight":
+            return Q
+        if kind == "random":
+            return 0.02 * draw().to(device)
+        if name.endswith(DUAL):
+            return Q
+        layer, part = name.split(".")[:2], "input" if "self_attn" in name else "post_attention"
+        gain = theirs["norm.weight" if name == "lm_head.weight" else f"{'.'.join(layer)}.{part}_layernorm.weight"]
+        return gain[:, None] * Q * (H / r) ** 0.5
+
+    for name, w in student.named_parameters():
+        if w.dim() == 2:
+            P = projection(name)
+            w.copy_(P.T @ theirs[name] if name.endswith(DUAL) else theirs[name] @ P)
+    return Q

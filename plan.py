@@ -10,6 +10,9 @@ from model import Config
 from teachers import PRESETS, Refusal, read_json, resolve
 
 
+FREE = ("scratch", "pretrain")  # nothing inherited
+
+
 def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
     """name -> (group, how many, kept side, inherited side): W_T is kept x inherited (down, o: transposed), the student's kept x r."""
     heads, kv, F, H, V, L = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size, c.hidden_size, c.vocab_size, c.num_hidden_layers
@@ -18,20 +21,20 @@ def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
             "embedding": ("embedding, head", 1 if c.tie_word_embeddings else 2, V, H)}
 
 
-def numbers(c: Config, width: int, mode: str) -> dict[str, dict[str, int]]:
-    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`. A span has min(kept, inherited) dimensions;
-    in mode `pretrain` there is no span and every weight trains."""
+def numbers(c: Config, width: int, mode: str, coordinates: str = "span") -> dict[str, dict[str, int]]:
+    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`. A span has min(kept, inherited) dimensions, P
+    (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is no span and every weight trains."""
     groups: dict[str, dict[str, int]] = {}
     for group, many, kept, inherited in matrices(c).values():
-        opened = mode == "pretrain" or group == "mlp" and mode != "lrc"
+        opened = mode in FREE or group == "mlp" and mode != "lrc"
         row = groups.setdefault(group, dict(deployed=0, trained=0))
         row["deployed"] += many * kept * width
-        row["trained"] += many * width * (kept if opened else min(kept, inherited))
+        row["trained"] += many * width * (kept if opened else inherited if coordinates == "teacher" else min(kept, inherited))
     norms = (2 * c.num_hidden_layers + 1) * width
     groups["norm gains"] = dict(deployed=norms, trained=norms)
     if c.qkv_bias:
         biases = c.num_hidden_layers * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-        groups["q/k/v bias (inherited)"] = dict(deployed=biases, trained=biases if mode == "pretrain" else 0)
+        groups["q/k/v bias (inherited)"] = dict(deployed=biases, trained=biases if mode in FREE else 0)
     groups["total"] = {k: sum(row[k] for row in groups.values()) for k in ("deployed", "trained")}
     return groups
 
@@ -41,19 +44,21 @@ def unreachable(c: Config) -> float:
     return 1 - min(c.hidden_size, c.intermediate_size) / c.intermediate_size
 
 
-def memory(c: Config, width: int, mode: str) -> dict[str, int]:
+def memory(c: Config, width: int, mode: str, coordinates: str = "span") -> dict[str, int]:
     """Bytes that a rank holds all through a run, by part; activations come on top. Teacher in bf16 (CUDA), all else in fp32."""
-    n, teacher = numbers(c, width, mode), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
+    n, teacher = numbers(c, width, mode, coordinates), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
     deployed, trained = n["total"]["deployed"], n["total"]["trained"]
-    if mode == "pretrain":
-        return {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": 8 * trained}
+    if mode in FREE:
+        guide = {"teacher (bf16)": 2 * teacher} if mode == "scratch" else {}
+        return guide | {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": 8 * trained}
     mapped = {name: m for name, m in matrices(c).items() if not (m[0] == "mlp" and mode == "dense")}
     own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
     frozen = n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
-    bases = sum(many * kept * (kept if group == "mlp" and mode == "core" else min(kept, inherited))
+    whole = lambda group: group == "mlp" and mode != "lrc"  # T, and C for what it leaves
+    bases = sum(many * kept * (kept if whole(group) else inherited if coordinates == "teacher" else min(kept, inherited))
                 for group, many, kept, inherited in mapped.values())
     return {"teacher (bf16)": 2 * teacher, "student": 4 * deployed, "coordinates": 4 * (trained - own),
-            "gradients": 4 * (deployed - frozen + trained - own), "optimizer (AdamW)": 8 * trained, "bases T, U_perp": 4 * bases}
+            "gradients": 4 * (deployed - frozen + trained - own), "optimizer (AdamW)": 8 * trained, "bases T, C": 4 * bases}
 
 
 def count(n: float) -> str:
@@ -89,7 +94,7 @@ def show(args) -> None:
     else:
         check_width(c, width)
         mode = args.mode
-    plain, ours = numbers(c, width, "lrc"), numbers(c, width, mode)
+    plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
     print(f"teacher   {args.teacher}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
           f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
           f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
@@ -98,10 +103,10 @@ def show(args) -> None:
     for group, row in ours.items():
         print(f"{group:<24}{count(row['deployed']):>12}{count(plain[group]['trained']):>15}{count(row['trained']):>17}")
     print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down (1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size})"
-          f"; for {mode}: {unreachable(c) if mode == 'lrc' else 0:.1%}")
+          f"; for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     step = args.batch_size * args.seq_len * args.accum * world
     print(f"tokens    {args.batch_size} x {args.seq_len} x {args.accum} micro-batches x {world} ranks = {step:,} a step, x {args.steps:,} steps = {count(step * args.steps)}")
-    parts = memory(c, width, mode)
+    parts = memory(c, width, mode, args.coordinates)
     print("memory a rank, activations apart: " + ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
           + f"; in all {sum(parts.values()) / 1e9:.1f} GB")

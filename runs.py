@@ -246,7 +246,7 @@ def compare(folders: list[Path]) -> str:
 
     spread = lambda values: f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
     lines = ["| width | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE − CE(lrc), paired |", "|---|---|---|---|---|---|---|---|"]
-    for (width, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], MODES.index(item[0][1]))):
+    for (width, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], [*MODES, "scratch"].index(item[0][1]))):
         plain = ends.get((width, "lrc"), {})
         paired = [end["val_ce"] - plain[seed]["val_ce"] for seed, end in seeds.items() if seed in plain]
         row = [width, mode, len(seeds), *(spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")),

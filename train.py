@@ -33,7 +33,7 @@ import runs
 from data import Tokenizer, Tokens, place_in_order, prepare
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from flags import Args, parse
+from flags import Args, parse, terms
 from teachers import Refusal, read_json, resolve
 
 
@@ -88,11 +88,26 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
         if args.stage == "pretrain":
             student.initialise(args.seed)
         return lrc.Clone(student.to(place.device))
+    if args.mode == "scratch":
+        student = Transformer(shape.at_width(args.width))
+        student.initialise(args.seed)
+        return lrc.Clone(student.to(place.device))
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
-    if calibration is not None:
+    if calibration is not None and args.init == "calibrated":
         frame = lrc.calibrate(teacher, student, *calibration, place.say)
-    return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), frame), args.mode)
+    elif calibration is not None:
+        frame = lrc.random_start(teacher, student, args.init, args.seed)
+    maps = lrc.slices(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
+    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed)
+
+
+def objective_of(args: Args, real_vocab: int) -> Objective:
+    if args.stage != "distill":
+        return Objective(w_kl=0, w_align=0)
+    named = terms(args)
+    return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab)
 
 
 def make_optimizer(clone: lrc.Clone, args: Args) -> torch.optim.AdamW:
@@ -146,13 +161,14 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     valid.clamp_(min=1)  # a step of chats may hold no assistant token at all: its loss is 0, not 0/0
     clone.zero_grad()
     clone.deploy()
+    writers = [(block.self_attn.o_proj.weight, block.mlp.down_proj.weight) for block in clone.student.layers]
     logged: dict[str, torch.Tensor] = {}
     for m, (ids, targets) in enumerate(micro):
         ids, targets = ids.to(place.device), targets.to(place.device)
         # gradients cross ranks with the last micro-batch only; the forward, too, must be inside no_sync
         with net.no_sync() if place.world > 1 and m + 1 < len(micro) else contextlib.nullcontext():
             with place.precision():
-                sums = losses(net, teacher, ids, targets, objective, clone.frame, clone.student.lm_head.weight)
+                sums = losses(net, teacher, ids, targets, objective, clone.frame, clone.student.lm_head.weight, writers)
             # mean over the valid tokens of all ranks and micro-batches; DDP divides by world, so world is put back
             (sums["loss"] * (place.world / valid)).backward()
         for name, value in sums.items():
@@ -217,7 +233,8 @@ def main(argv: list[str] | None = None) -> None:
         clone = build(args, folder, teacher, shape, calibration, place)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
-        carry_out(args, run, place, clone, teacher, tokenizer, train, lambda: held.spread(max(1, args.eval_tokens // args.seq_len)))
+        carry_out(args, run, place, clone, teacher, tokenizer, train,
+                  lambda: held.spread(max(1, args.eval_tokens // args.seq_len), max(1, 2048 // args.seq_len)))
     if place.world > 1:
         dist.destroy_process_group()
 
@@ -235,8 +252,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
             dist.broadcast(tensor.data, 0)
         clone.deploy()
-    objective = Objective(args.temperature, args.w_kl, args.w_ce, args.w_align, args.attention, args.hidden, tokenizer.vocab_size) if distil \
-        else Objective(w_kl=0, w_align=0)
+    objective = objective_of(args, tokenizer.vocab_size)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
     if place.world > 1:
@@ -272,7 +288,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
                  for m in range(args.accum)]
         lr = learning_rate(args, step)
         try:
-            terms = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place)
+            sums = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place)
         except Refusal as refusal:
             raise Refusal(f"step {step + 1}: {refusal}") from None
         step += 1
@@ -280,12 +296,12 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         spent += taken
         if place.rank != 0:
             continue
-        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | terms | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
+        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | sums | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
         last = step == args.steps
         if step % args.log_every == 0 or last:
             left = int((args.steps - step) * spent / (step - begun))
-            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {v:.4f}" for k, v in terms.items() if k != "grad_norm")
-                      + f"  |g| {terms['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
+            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {sums[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in sums)
+                      + f"  |g| {sums['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
         if step % args.eval_every == 0 or step % args.save_every == 0 or last:
             clone.deploy()  # the student still holds the weights from before this step's update
         if step % args.eval_every == 0 or last:
@@ -302,7 +318,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
         for who, model in (("teacher", teacher), ("student", student)):
             if model is not None:
-                place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, next(held_batches())[0].to(place.device))}")
+                place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, next(held_batches())[0][:1].to(place.device))}")
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ def test_core_reaches_every_matrix_and_the_slice_does_not(dual):
     turn = (lambda w: w.T) if dual else (lambda w: w)
     piece = lrc.Slice(turn(W_T), turn(goal), dual)
     assert (piece.weight() - turn(goal)).norm() > 0.5 * goal.norm()  # 30 of 50 dimensions are out of its reach
-    opened = core.Core(piece)
+    opened = core.Opened(piece, core.directions("core", piece.T, None))
     with torch.no_grad():
-        opened.Zp.copy_(goal.T @ opened.U_perp)
+        opened.Zc.copy_(goal.T @ opened.C)
     assert torch.allclose(opened.weight(), turn(goal), atol=1e-12)
 
 

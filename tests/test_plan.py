@@ -77,7 +77,7 @@ def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, d_ff, ids):
         "coordinates": size(p for m in clone.maps.values() for p in m.parameters()),
         "gradients": size(p.grad for p in owned if p.grad is not None),
         "optimizer (AdamW)": size(t for state in optimizer.state.values() for name, t in state.items() if name != "step"),
-        "bases T, U_perp": size(b for m in clone.maps.values() for b in m.buffers())}
+        "bases T, C": size(b for m in clone.maps.values() for b in m.buffers())}
 
 
 @pytest.mark.parametrize("tied", [True, False])
