@@ -1,4 +1,4 @@
-"""The modes: one start, one merged shape, different reach; and the pull-back against autograd through the coordinates."""
+"""The modes: one start, one merged shape, one count, different reach; and the pull-back against autograd through the coordinates."""
 import pytest
 import torch
 from conftest import random_net
@@ -11,7 +11,11 @@ from distill import IGNORE, Objective, losses
 F64 = torch.float64
 
 
-def clone_of(teacher, mode, width=12, seed=3):
+ALL = ("q", "k", "v", "o", "gate", "up", "hidden", "attn_out", "ffn_out")
+INSIDE = ("lrc", "slice")  # the modes that never leave the teacher's span
+
+
+def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0):
     """A clone whose start is W_T P with a random P: quick, and as good as the calibrated one for what is tested here."""
     student = lrc.blank_student(teacher, width).to(teacher.lm_head.weight.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -21,7 +25,8 @@ def clone_of(teacher, mode, width=12, seed=3):
         for name, w in student.named_parameters():
             if w.dim() == 2:
                 w.copy_(P.T @ theirs[name] if name.endswith(lrc.DUAL) else theirs[name] @ P)
-    return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), P), mode)
+    maps = lrc.slices(teacher, student, coordinates, opened=() if mode == "lrc" else core.MLP)
+    return core.open_mlp(lrc.Clone(student, maps, P), mode, bases)
 
 
 def complement_share(clone, teacher):
@@ -47,6 +52,7 @@ def train(clone, teacher, ids, steps=5, lr=1e-2, optimizer=torch.optim.AdamW, **
         clone.pull_back()
         opt.step()
     clone.deploy()
+    return opt
 
 
 def test_complement_completes_the_basis():
@@ -55,64 +61,143 @@ def test_complement_completes_the_basis():
     assert whole.shape == (50, 50) and torch.allclose(whole.T @ whole, torch.eye(50, dtype=F64), atol=1e-13)
 
 
-def test_all_modes_start_as_the_same_function_bit_for_bit(teacher, ids):
-    logits = [clone_of(teacher, mode).student(ids) for mode in core.MODES]
+def test_all_modes_start_as_the_same_function_bit_for_bit_and_merge_to_the_plain_shape(teacher, ids):
+    clones = [clone_of(teacher, mode) for mode in core.MODES]
+    logits = [clone.student(ids) for clone in clones]
     assert all(torch.equal(logits[0], other) for other in logits[1:])
+    for clone in clones:
+        clone.deploy()
+        assert torch.equal(clone.student(ids), logits[0])
+        assert {n: w.shape for n, w in clone.weights.items()} == {n: w.shape for n, w in lrc.blank_student(teacher, 12).named_parameters()}
 
 
-def test_trained_numbers_follow_the_published_count(teacher):
-    """MLP: 3 L r H for plain LRC, 3 L r d_ff when opened."""
-    for mode, each in (("lrc", 24), ("dense", 60), ("core", 60)):
-        mlp = sum(p.numel() for name, p in clone_of(teacher, mode).coordinates().items() if ".mlp." in name)
-        assert mlp == 3 * 2 * 12 * each
+def test_trained_numbers_follow_the_published_count(teacher, ids):
+    """MLP: 3 L r H for plain LRC, 3 L r d_ff when opened. AdamW holds two numbers for each, in the same shapes for core, random and slice."""
+    states = {}
+    for mode, each in dict(lrc=24, dense=60, core=60, random=60, slice=60).items():
+        clone = clone_of(teacher, mode)
+        named = {name: p for name, p in clone.coordinates().items() if ".mlp." in name}
+        assert sum(p.numel() for p in named.values()) == 3 * 2 * 12 * each
+        optimizer = train(clone, teacher, ids, steps=1)
+        states[mode] = {name: {key: tuple(v.shape) for key, v in optimizer.state[p].items()} for name, p in named.items()}
+        assert sum(v.numel() for p in named.values() for v in optimizer.state[p].values() if v.dim()) == 2 * 3 * 2 * 12 * each
+    assert states["core"] == states["random"] == states["slice"] != states["dense"]
 
 
-@pytest.mark.parametrize("dual", [False, True])
-def test_core_reaches_every_matrix_and_the_slice_does_not(dual):
-    W_T, goal = torch.randn(50, 20, dtype=F64), torch.randn(50, 8, dtype=F64)
-    turn = (lambda w: w.T) if dual else (lambda w: w)
-    piece = lrc.Slice(turn(W_T), turn(goal), dual)
-    assert (piece.weight() - turn(goal)).norm() > 0.5 * goal.norm()  # 30 of 50 dimensions are out of its reach
-    opened = core.Opened(piece, core.directions("core", piece.T, None))
-    with torch.no_grad():
-        opened.Zc.copy_(goal.T @ opened.C)
-    assert torch.allclose(opened.weight(), turn(goal), atol=1e-12)
+def linear_map(clone, name):
+    """The coordinates of one weight, and the matrix J of the map from them to it, deployed once for each unit vector."""
+    coordinates = [p for key, p in clone.coordinates().items() if key == name or key.startswith(f"{name}.")]
+    size = sum(p.numel() for p in coordinates)
+
+    def deployed(x):
+        with torch.no_grad():
+            for p, part in zip(coordinates, x.split([p.numel() for p in coordinates])):
+                p.copy_(part.view(p.shape))
+        clone.deploy()
+        return clone.weights[name].detach().clone()
+    return deployed, torch.stack([deployed(e).flatten() for e in torch.eye(size, dtype=F64)], 1)
 
 
+@pytest.mark.parametrize("rank", [8, 5])
 @pytest.mark.parametrize("mode", core.MODES)
-def test_pull_back_equals_autograd_through_the_coordinates_with_accumulation(teacher, ids, mode):
+def test_the_set_each_mode_reaches_by_construction(mode, rank):
+    """Every deployed matrix is linear in its coordinates. The rank of that map is the dimension of what can be reached, its least
+    squares the nearest that a target can be met: all of it, or what a projector of the teacher's weight leaves."""
+    teacher = random_net(hidden_size=8, intermediate_size=20, num_hidden_layers=1).double().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, dtype=F64, generator=generator)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        w_t = getattr(teacher.layers[0].mlp, name).weight
+        if rank < 8:
+            w_t.copy_(randn(w_t.shape[0], rank) @ randn(rank, w_t.shape[1]))
+    clone = clone_of(teacher, mode, width=4)
+    for end in core.MLP:
+        name = f"layers.0.mlp.{end}"
+        turn = (lambda w: w.T) if name.endswith(lrc.DUAL) else (lambda w: w)
+        Q = torch.linalg.svd(turn(dict(teacher.named_parameters())[name])).U[:, :rank]  # by another route than the module's
+        outside = lambda w: turn(w) - Q @ (Q.T @ turn(w))
+        deployed, J = linear_map(clone, name)
+        assert torch.linalg.matrix_rank(J) == 4 * (rank if mode in INSIDE else 20)
+        x, goal = randn(J.shape[1]), randn(*clone.weights[name].shape)
+        assert torch.allclose(deployed(x).flatten(), J @ x, atol=1e-12)
+        assert mode not in INSIDE or outside(deployed(x)).norm() < 1e-12 * deployed(x).norm()
+        best = deployed(torch.linalg.lstsq(J, goal.flatten()[:, None], driver="gelsd").solution[:, 0])
+        left = outside(goal).norm() if mode in INSIDE else 0
+        assert (best - goal).norm().item() == pytest.approx(float(left), abs=1e-10)
+
+
+def test_slice_and_random_draw_their_directions_as_stated():
+    generator = lambda: torch.Generator().manual_seed(5)
+    T = torch.linalg.qr(torch.randn(900, 300, dtype=F64, generator=generator())).Q
+    C = core.directions("slice", T, generator())
+    A = T.T @ C
+    assert C.shape == (900, 600) and torch.allclose(C, T @ A, atol=1e-14)
+    assert torch.allclose(A.norm(dim=0), torch.ones(600, dtype=F64), atol=1e-13) and torch.linalg.matrix_rank(A) == 300
+    R = core.directions("random", T, generator())
+    assert R.shape == (900, 600) and torch.linalg.matrix_rank(R) == 600 and torch.linalg.matrix_rank(torch.cat([T, R], 1)) == 900
+    assert (R.norm(dim=0) - 1).abs().max() < 0.12 and (R.norm(dim=0).mean() - 1).abs() < 0.005  # 1 +- 1/sqrt(2 * 900)
+    assert ((T.T @ R).pow(2).sum() / R.pow(2).sum()).item() == pytest.approx(1 / 3, abs=0.01)  # H/d_ff of it lies in the span
+
+
+def test_B25_bases_come_from_the_seed_alone():
+    teacher = random_net().requires_grad_(False)
+    state = torch.get_rng_state()
+    bases = {(mode, seed, again): {n: m.C for n, m in clone_of(teacher, mode, bases=seed).maps.items() if n.endswith(core.MLP)}
+             for mode in ("core", "random", "slice") for seed in (1, 2) for again in (0, 1)}
+    same = lambda one, two: [torch.equal(bases[one][n], bases[two][n]) for n in bases[one]]
+    for mode in ("core", "random", "slice"):
+        assert all(same((mode, 1, 0), (mode, 1, 1)))
+        assert same((mode, 1, 0), (mode, 2, 0)) == [mode == "core"] * 6
+        drawn = list(bases[mode, 1, 0].values())
+        assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])  # each matrix has its own
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("mode, coordinates", [*((mode, "span") for mode in core.MODES), ("lrc", "teacher"), ("core", "teacher")])
+def test_pull_back_equals_autograd_through_the_coordinates_with_accumulation(teacher, ids, mode, coordinates):
     """float64: two micro-batches on the deployed weights, one pull-back, against coordinates inside the forward."""
     teacher = teacher.double()
-    clone = clone_of(teacher, mode)
+    clone = clone_of(teacher, mode, coordinates=coordinates, bases=7)
+    with torch.no_grad():
+        for name, p in clone.coordinates().items():
+            if name.endswith("Zc"):
+                p.normal_(std=0.05)  # off the start, where the second path writes nothing yet
+    clone.deploy()
     targets = ids.roll(-1, 1).masked_fill(ids % 5 == 0, IGNORE)
-    objective = Objective(chunk=50)
+    objective = Objective(chunk=50, align=ALL)
 
-    def loss(net, head, rows):
-        return losses(net, teacher, ids[rows], targets[rows], objective, clone.frame, head)["loss"] / (targets != IGNORE).sum()
+    def loss(net, weights, rows):
+        writers = [tuple(weights[f"layers.{i}.{name}"] for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")) for i in range(2)]
+        return losses(net, teacher, ids[rows], targets[rows], objective, clone.frame, weights["lm_head.weight"], writers)["loss"] / (targets != IGNORE).sum()
 
+    own = dict(clone.student.named_parameters())
     for rows in (slice(0, 7), slice(7, 12)):
-        loss(clone.student, clone.student.lm_head.weight, rows).backward()
+        loss(clone.student, own | {"lm_head.weight": clone.student.lm_head.weight}, rows).backward()
     clone.pull_back()
     ours = {name: p.grad.clone() for name, p in clone.coordinates().items()}
 
-    weights = dict(clone.student.named_parameters()) | {name: m.weight() for name, m in clone.maps.items()}
+    weights = own | {name: m.weight() for name, m in clone.maps.items()}
     if teacher.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     net = lambda *args, **kwargs: functional_call(clone.student, weights, args, kwargs, tie_weights=False)
-    coordinates = clone.coordinates()
-    oracle = torch.autograd.grad(loss(net, weights["lm_head.weight"], slice(0, 12)), coordinates.values())
-    for name, g in zip(coordinates, oracle):
+    named = clone.coordinates()
+    oracle = torch.autograd.grad(loss(net, weights, slice(0, 12)), named.values())
+    for name, g in zip(named, oracle):
         assert g.abs().max() > 0, name  # B16, B19: the loss reaches every coordinate
-        assert (ours[name] - g).abs().max() <= 1e-10 * max(1.0, g.abs().max().item()), name
+        assert ours[name].shape == g.shape and (ours[name] - g).abs().max() <= 1e-10 * max(1.0, g.abs().max().item()), name
 
 
-def test_complement_of_lrc_stays_empty_and_the_opened_modes_fill_it(teacher, ids):
+@pytest.mark.parametrize("dtype, empty", [(torch.float32, 1e-12), (F64, 1e-24)])
+def test_complement_of_lrc_and_slice_stays_empty_and_the_others_fill_it(teacher, ids, dtype, empty):
+    teacher = teacher.to(dtype)
     for mode in core.MODES:
         clone = clone_of(teacher, mode)
-        assert max(complement_share(clone, teacher).values()) < 1e-12
+        assert max(complement_share(clone, teacher).values()) < empty
+        before = {name: p.detach().clone() for name, p in clone.coordinates().items()}
         train(clone, teacher, ids)
         shares = complement_share(clone, teacher).values()
-        assert max(shares) < 1e-12 if mode == "lrc" else min(shares) > 1e-6
+        assert max(shares) < empty if mode in INSIDE else min(shares) > 1e-6
+        assert not any(torch.equal(before[name], p) for name, p in clone.coordinates().items())  # slice's second path moves, too
 
 
 def test_core_is_dense_in_other_coordinates(ids):
@@ -133,7 +218,7 @@ def test_a_fit_of_gate_and_up_on_their_own_never_asks_for_the_complement(teacher
     for name, weights in (("gate and up alone", dict(w_kl=0, w_ce=0, w_align=1)), ("end to end", dict(w_align=0))):
         clone = clone_of(teacher, "dense")
         sums = losses(clone.student, teacher, ids, ids.roll(-1, 1), Objective(**weights), clone.frame, clone.student.lm_head.weight)
-        (sums["mlp"] if weights["w_align"] else sums["loss"]).backward()
+        (sums["gate"] + sums["up"] if weights["w_align"] else sums["loss"]).backward()
         grad = clone.weights["layers.1.mlp.gate_proj.weight"].grad  # of the last layer: no later gate or up depends on it
         q = torch.linalg.qr(dict(teacher.named_parameters())["layers.1.mlp.gate_proj.weight"]).Q
         shares[name] = ((grad - q @ (q.T @ grad)).pow(2).sum() / grad.pow(2).sum()).item()

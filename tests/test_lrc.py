@@ -1,4 +1,4 @@
-"""Plain LRC: the span, its coordinates, and the calibrated start, against float64 linear algebra."""
+"""Plain LRC: the span, its coordinates, random starts and the calibrated one, against float64 linear algebra."""
 import pytest
 import torch
 from conftest import random_net
@@ -60,6 +60,117 @@ def test_slice_reaches_the_span_and_nothing_else(dual):
     goal = W_T @ torch.randn(20, 8, dtype=F64)
     again = lrc.Slice(turn(W_T), turn(goal), dual)
     assert torch.allclose(again.weight(), turn(goal), atol=1e-12)  # and all of col(W_T) is in reach
+
+
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("out, rank", [(50, 20), (50, 7), (12, 12), (12, 5), (50, 0)])
+def test_teacher_coordinates_are_the_shortest_projection_and_reach_what_the_span_reaches(out, rank, dual):
+    """Tall, wide, rank-deficient and zero teachers: W = W_T P, P as an SVD finds it, nearest where W lies outside."""
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, dtype=F64, generator=generator)
+    W_T = randn(out, rank) @ randn(rank, 20) if rank < min(out, 20) else randn(out, 20)
+    turn = (lambda w: w.T) if dual else (lambda w: w)
+    for W in (W_T @ randn(20, 8), randn(out, 8)):
+        piece, plain = lrc.Slice(turn(W_T), turn(W), dual, "teacher"), lrc.Slice(turn(W_T), turn(W), dual)
+        P = torch.linalg.lstsq(W_T, W, driver="gelsd").solution  # the shortest of those that fit best
+        assert torch.equal(piece.T, W_T) and piece.Z.shape == (8, 20)
+        assert torch.allclose(piece.Z.T, P, atol=1e-10) and torch.allclose(piece.weight(), turn(W_T @ P), atol=1e-10)
+        assert torch.allclose(piece.weight(), plain.weight(), atol=1e-10)
+    both = torch.cat([W_T, plain.T], 1)
+    assert plain.T.shape[1] == torch.linalg.matrix_rank(both) == torch.linalg.matrix_rank(W_T) == rank
+    with torch.no_grad():
+        piece.Z.normal_()
+    assert rank == 0 or outside(turn(piece.weight()), plain.T) < 1e-12
+
+
+def test_teacher_coordinates_give_an_fp32_weight_back_whatever_the_spectrum():
+    """Singular values over five decades, in fp32 as a checkpoint has them: W_T P to fp32's own precision."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(n, 24, dtype=F64, generator=generator)).Q for n in (400, 24))
+    W_T = ((U * torch.logspace(0, -5, 24, dtype=F64)) @ V.T).float()
+    W = W_T @ torch.randn(24, 12, generator=generator)
+    assert (lrc.Slice(W_T, W, False, "teacher").weight() - W).norm() < 1e-5 * W.norm()
+
+
+def test_slices_keep_the_span_where_the_mlp_is_opened(teacher):
+    theirs = dict(teacher.named_parameters())
+    maps = lrc.slices(teacher, lrc.blank_student(teacher, 12), "teacher", opened=("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
+    assert maps.keys() == {name for name, w in theirs.items() if w.dim() == 2}
+    for name, m in maps.items():
+        W_T = theirs[name].T if name.endswith(lrc.DUAL) else theirs[name]
+        assert torch.equal(m.T, lrc.span(W_T) if ".mlp." in name else W_T)
+
+
+def started(teacher, kind, seed=3, width=12):
+    student = lrc.blank_student(teacher, width)
+    return student, lrc.random_start(teacher, student, kind, seed)
+
+
+def projections(teacher, student):
+    """name -> P with W_S = W_T P (o, down: P^T W_T), by float64 least squares, wherever W_T tells P apart."""
+    found = {}
+    for name, w in teacher.named_parameters():
+        turn = (lambda m: m.T.double()) if name.endswith(lrc.DUAL) else (lambda m: m.double())
+        if w.dim() == 2 and len(turn(w)) >= 24:
+            W_T, W_S = turn(w), turn(student.get_parameter(name).detach())
+            found[name] = torch.linalg.lstsq(W_T, W_S).solution
+            assert (W_T @ found[name] - W_S).norm() < 1e-6 * W_S.norm()
+    return found
+
+
+def test_orthonormal_start_is_one_frame_with_the_gain_in_front_of_every_reader(teacher):
+    student, frame = started(teacher, "orthonormal")
+    Q = frame.double()
+    assert Q.shape == (24, 12) and torch.allclose(Q.T @ Q, torch.eye(12, dtype=F64), atol=1e-6)
+    theirs, tied = {name: w.double() for name, w in teacher.named_parameters()}, teacher.config.tie_word_embeddings
+    expected = {"embed_tokens.weight": theirs["embed_tokens.weight"] @ Q}
+    if not tied:
+        expected["lm_head.weight"] = theirs["lm_head.weight"] @ (theirs["norm.weight"].diag() @ Q) * 2 ** 0.5
+    for i in range(2):
+        for norm, names in (("input", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")), ("post_attention", ("mlp.gate_proj", "mlp.up_proj"))):
+            g = theirs[f"layers.{i}.{norm}_layernorm.weight"]
+            expected |= {f"layers.{i}.{name}.weight": theirs[f"layers.{i}.{name}.weight"] @ (g.diag() @ Q) * 2 ** 0.5 for name in names}
+        expected |= {f"layers.{i}.{name}.weight": Q.T @ theirs[f"layers.{i}.{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for name, w in student.named_parameters():
+        if w.dim() == 2:
+            assert torch.allclose(w.double(), expected.pop(name), atol=1e-5), name
+        else:
+            assert torch.equal(w, theirs[name].float() if name.endswith("bias") else torch.ones_like(w))
+    assert not expected and (student.lm_head.weight is student.embed_tokens.weight) == tied
+
+
+def test_orthonormal_start_at_full_width_is_the_teacher(teacher, ids):
+    """r = H: the stream is the teacher's, turned, and no reader sees the difference. A tied head leaves its final gain out."""
+    if teacher.config.tie_word_embeddings:
+        teacher.norm.weight.fill_(1.0)
+    theirs = teacher(ids)
+    assert (started(teacher, "orthonormal", width=24)[0](ids) - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_random_start_draws_a_projection_of_std_002_for_each_matrix(teacher):
+    student, frame = started(teacher, "random")
+    found = projections(teacher, student)
+    assert len(found) == (11 if teacher.config.tie_word_embeddings else 12)  # k and v are too low for P to be told
+    assert torch.allclose(found["embed_tokens.weight"], frame.double(), atol=1e-6)
+    drawn = torch.stack(list(found.values()))
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.05) and abs(drawn.mean()) < 0.002
+    assert all(P.std().item() == pytest.approx(0.02, rel=0.25) for P in drawn)
+    flat = drawn.flatten(1)
+    assert (torch.corrcoef(flat) - torch.eye(len(flat), dtype=F64)).abs().max() < 0.3  # no two alike
+    for name, w in student.named_parameters():
+        if w.dim() == 1:
+            assert torch.equal(w, teacher.get_parameter(name) if name.endswith("bias") else torch.ones_like(w))
+        elif ".k_proj" in name or ".v_proj" in name:
+            assert outside(w.detach().double(), teacher.get_parameter(name).double()) < 1e-5 and w.std() > 0
+
+
+@pytest.mark.parametrize("kind", ["orthonormal", "random"])
+def test_B8_B25_random_starts_come_from_the_seed_alone(teacher, kind):
+    state = torch.get_rng_state()
+    (one, f1), (two, f2), (other, f3) = (started(teacher, kind, seed) for seed in (3, 3, 4))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(f1, f2) and all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
+    assert not torch.equal(f1, f3) and not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()) if a.dim() == 2)
 
 
 def test_ridge_streamed_equals_the_stacked_least_squares():
