@@ -8,14 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
 from conftest import random_net
 from data import Tokenizer, Tokens, prepare
-from distill import IGNORE, HeadLoss, Objective, align_sums, evaluate, kl_rows, losses
+from distill import IGNORE, RECIPES, HeadLoss, Objective, align_sums, evaluate, kl_rows, losses
 
 RANDOM = torch.Generator()
+ALL = ("q", "k", "v", "o", "gate", "up", "hidden", "attn_out", "ffn_out")
 TEACHER, STUDENT = [2.0, 0.0, -1.0], [0.0, 1.0, 0.0]  # logits of one token
 # T -> T^2 KL(teacher || student), from 50 decimal digits. At T = 40 a sum of p log(p/q) in fp32 gives 1.01199, off by 2e-4
 BY_HAND = {1: 0.91298289782, 2: 1.09122225651, 40: 1.01218071531}
@@ -188,38 +190,58 @@ def taps(seed, r, B=2, T=3, layers=2):
              enumerate(dict(q=4, k=2, v=2, o=4, gate=5, up=5, hidden=r).items())} for i in range(layers)]
 
 
-@pytest.mark.parametrize("attention, hidden", [("cosine", "relative"), ("mse", "mse")])
-def test_align_equals_a_hand_written_loop(attention, hidden):
+def writers_of(seed, layers=2):
+    """For each layer and each of (o_proj, down_proj): the teacher's W_T (6, n), a projection P (6, 3), and the student's P^T W_T."""
+    made = [[(randn(6, n, seed=seed + 10 * i + j), randn(6, 3, seed=seed + 10 * i + j + 5)) for j, n in enumerate((4, 5))] for i in range(layers)]
+    return made, [tuple(P.T @ W_T for W_T, P in layer) for layer in made]
+
+
+@pytest.mark.parametrize("terms, attention, hidden", [
+    (RECIPES["lrc"][2:], "cosine", "relative"), (RECIPES["lrc"][2:], "mse", "mse"), (RECIPES["clone"][2:], "mse", "relative"),
+    (("ffn_out", "o"), "cosine", "mse"), ((), "cosine", "mse")])
+def test_align_equals_a_hand_written_loop(terms, attention, hidden):
+    """attn_out and ffn_out from their definition: what the student writes, o_S, against the teacher's write through P, o_T P."""
     student, teacher, frame = taps(1, 3), taps(2, 6), randn(6, 3, seed=9)
+    made, writers = writers_of(300)
     valid = torch.tensor([[True, False, True], [True, True, False]])
     mse = lambda a, b: sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)
     dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+    through = lambda rows, x: [dot(row, x) for row in rows]
+    silu = lambda x: x / (1 + math.exp(-x))
     attend = mse if attention == "mse" else lambda a, b: 1 - dot(a, b) / math.sqrt(dot(a, a) * dot(b, b))
-    hand = dict(hidden=0.0, attention=0.0, mlp=0.0)
+    hand = dict.fromkeys(terms, 0.0)
     for layer, (b, t) in itertools.product(range(2), valid.nonzero().tolist()):
         s, th = ({name: tap[b, t].tolist() for name, tap in side[layer].items()} for side in (student, teacher))
         target = [dot(th["hidden"], column) for column in frame.T.tolist()]
-        hand["hidden"] += mse(s["hidden"], target) / (dot(target, target) / len(target) if hidden == "relative" else 1)
-        hand["attention"] += sum(attend(s[name], th[name]) for name in "qkvo")
-        hand["mlp"] += mse(s["gate"], th["gate"]) + mse(s["up"], th["up"])
-    ours = align_sums(student, teacher, frame, valid, attention, hidden)
-    assert {name: value.item() for name, value in ours.items()} == pytest.approx(hand, rel=1e-6)
+        each = {name: attend(s[name], th[name]) for name in "qkvo"} | {name: mse(s[name], th[name]) for name in ("gate", "up")}
+        each["hidden"] = mse(s["hidden"], target) / (dot(target, target) / len(target) if hidden == "relative" else 1)
+        mixes = [(side["o"], [silu(g) * u for g, u in zip(side["gate"], side["up"])]) for side in (s, th)]
+        for j, name in enumerate(("attn_out", "ffn_out")):
+            W_T, P = made[layer][j]
+            o_S, o_T = through(writers[layer][j].tolist(), mixes[0][j]), through(W_T.tolist(), mixes[1][j])
+            each[name] = mse(o_S, through(P.T.tolist(), o_T))
+        for name in terms:
+            hand[name] += each[name]
+    ours = align_sums(student, teacher, frame, valid, Objective(align=terms, attention=attention, hidden=hidden), writers)
+    assert list(ours) == list(terms) and {name: float(value) for name, value in ours.items()} == pytest.approx(hand, rel=2e-6)
 
 
 @pytest.mark.parametrize("attention, hidden", [("cosine", "relative"), ("mse", "mse")])
 def test_b22_repeated_features_change_nothing(attention, hidden):
     student, teacher, frame, valid = taps(1, 3), taps(2, 6), randn(6, 3, seed=9), torch.ones(2, 3, dtype=torch.bool)
-    once = align_sums(student, teacher, frame, valid, attention, hidden)
+    kind, (_, writers) = dict(attention=attention, hidden=hidden), writers_of(300)
+    once = align_sums(student, teacher, frame, valid, Objective(align=ALL, **kind), writers)
     twice = lambda side: [{name: tap.repeat(1, 1, 2) for name, tap in layer.items()} for layer in side]
     for layer, plain in zip(again := twice(teacher), teacher):
         layer["hidden"] = plain["hidden"]  # the frame doubles this one
-    doubled = align_sums(twice(student), again, frame.repeat(1, 2), valid, attention, hidden)
+    wide = [tuple(w.repeat(2, 2) / 2 for w in layer) for layer in writers]  # twice the rows, and twice the columns as they read a doubled mix
+    doubled = align_sums(twice(student), again, frame.repeat(1, 2), valid, Objective(align=ALL, **kind), wide)
     assert all(doubled[name].item() == pytest.approx(value.item(), rel=1e-6) for name, value in once.items())
 
 
 # ------------------------------------------------------------------------------------- the whole loss
 
-OBJECTIVE = Objective(w_kl=0.7, w_ce=1.3, w_align=0.3, real_vocab=90, chunk=5)
+OBJECTIVE = Objective(w_kl=0.7, w_ce=1.3, w_align=0.3, align=ALL, real_vocab=90, chunk=5)
 LENGTHS = (6, 10, 3, 8)
 
 
@@ -232,21 +254,25 @@ def pair():
     return SimpleNamespace(student=student, teacher=teacher, ids=ids[:, :-1], targets=targets, frame=randn(24, 12, seed=8, scale=0.2))
 
 
+def writers(student):
+    return [(block.self_attn.o_proj.weight, block.mlp.down_proj.weight) for block in student.layers]
+
+
 def run(pair, objective=OBJECTIVE, rows=slice(None), until=None, **changes):
     """The sums, and the gradient of the loss at every weight of the student. The student goes in as a bare function."""
     p = SimpleNamespace(**vars(pair) | changes)
     net = lambda *args, **kwargs: p.student(*args, **kwargs)
-    sums = losses(net, p.teacher, p.ids[rows, :until], p.targets[rows, :until], objective, p.frame, p.student.lm_head.weight)
+    sums = losses(net, p.teacher, p.ids[rows, :until], p.targets[rows, :until], objective, p.frame, p.student.lm_head.weight, writers(p.student))
     gradients = torch.autograd.grad(sums["loss"], list(p.student.parameters()))
     return {name: value.item() for name, value in sums.items()}, gradients
 
 
 @pytest.mark.parametrize("attention", ["cosine", "mse"])
 def test_b14_padding_counts_in_no_term(pair, attention):
-    objective = Objective(w_kl=0.7, w_ce=1.3, w_align=0.3, attention=attention, chunk=4)
+    objective = Objective(w_kl=0.7, w_ce=1.3, w_align=0.3, align=ALL, attention=attention, chunk=4)
     alone = [run(pair, objective, slice(i, i + 1), n) for i, n in enumerate(LENGTHS)]
     padded, gradients = run(pair, objective)
-    assert set(padded) == {"kl", "ce", "hidden", "attention", "mlp", "align", "loss"}
+    assert set(padded) == {"kl", "ce", *ALL, "align", "loss"}
     for name, value in padded.items():
         assert value == pytest.approx(sum(sums[name] for sums, _ in alone), rel=1e-6), name
     masked = pair.targets == IGNORE
@@ -270,12 +296,12 @@ def test_b16_student_and_teacher_in_their_places(pair):
     plain = run(pair)[0]
     other_student = run(pair, student=random_net(3, hidden_size=12))[0]
     other_teacher = run(pair, teacher=random_net(4))[0]
-    for name in ("kl", "hidden", "attention", "mlp"):
+    for name in ("kl", *ALL):
         assert len({plain[name], other_student[name], other_teacher[name]}) == 3
     assert other_teacher["ce"] == plain["ce"] != other_student["ce"]
 
     teacher.requires_grad_()
-    losses(pair.student, teacher, pair.ids, pair.targets, OBJECTIVE, pair.frame, pair.student.lm_head.weight)["loss"].backward()
+    losses(pair.student, teacher, pair.ids, pair.targets, OBJECTIVE, pair.frame, pair.student.lm_head.weight, writers(pair.student))["loss"].backward()
     assert all(p.grad is None for p in teacher.parameters()) and all(p.grad is not None for p in pair.student.parameters())
 
 
@@ -284,19 +310,82 @@ def test_losses_equal_the_naive_form(pair):
     x, x_t = (net(pair.ids, head=False).flatten(0, 1) for net in (pair.student, pair.teacher))
     _, kl, ce = naive(x, pair.student.lm_head.weight, pair.targets.flatten(), x_t, pair.teacher.lm_head.weight, real=90)
     assert sums["kl"] == pytest.approx(kl.item(), rel=2e-6) and sums["ce"] == pytest.approx(ce.item(), rel=1e-6)
-    assert sums["align"] == pytest.approx(sums["hidden"] + sums["attention"] + sums["mlp"], rel=1e-6)
+    assert sums["align"] == pytest.approx(sum(sums[name] for name in ALL), rel=1e-6)
     assert sums["loss"] == pytest.approx(0.7 * sums["kl"] + 1.3 * sums["ce"] + 0.3 * sums["align"], rel=1e-6)
 
 
-@pytest.mark.parametrize("term, gone", [("kl", {"kl"}), ("ce", {"ce"}), ("align", {"align", "hidden", "attention", "mlp"})])
-def test_b20_a_term_off_is_gone_and_costs_its_weight(pair, term, gone):
-    weight = f"w_{term}"
-    full, gradients = run(pair)
-    rest, without = run(pair, Objective(**vars(OBJECTIVE) | {weight: 0.0}))
-    assert full.keys() - rest.keys() == gone
-    assert all(rest[name] == full[name] for name in rest.keys() - {"loss"})
-    assert full["loss"] - rest["loss"] == pytest.approx(getattr(OBJECTIVE, weight) * full[term], abs=1e-6 * full["loss"])
-    assert not all(close(a, b, 1e-3) for a, b in zip(without, gradients))
+@pytest.mark.parametrize("term", ["kl", "ce", "align", *ALL])
+def test_b20_a_term_off_is_gone_and_costs_its_weight(pair, term):
+    """float64, so that no term hides in the rounding of a larger one."""
+    wide = dict(student=deepcopy(pair.student).double(), teacher=deepcopy(pair.teacher).double(), frame=pair.frame.double())
+    off = dict(align=tuple(name for name in ALL if name != term)) if term in ALL else {f"w_{term}": 0.0}
+    full, gradients = run(pair, **wide)
+    rest, without = run(pair, Objective(**vars(OBJECTIVE) | off), **wide)
+    assert full.keys() - rest.keys() == ({"align", *ALL} if term == "align" else {term}) and rest.keys() <= full.keys()
+    assert all(rest[name] == full[name] for name in rest.keys() - {"loss", "align"})
+    assert term not in ALL or full["align"] - rest["align"] == pytest.approx(full[term], rel=1e-10)
+    assert full["loss"] - rest["loss"] == pytest.approx((0.3 if term in ALL else getattr(OBJECTIVE, f"w_{term}")) * full[term], rel=1e-10)
+    assert not all(close(a, b, 1e-4) for a, b in zip(without, gradients))
+
+
+def heard(net, weights, ids):
+    """The stream that a tied head reads, and module name -> (its input, its output), overheard by hooks: nothing of it goes through the taps."""
+    seen, hooks = {}, []
+    for name, module in net.named_modules():
+        keep = lambda _, into, out, name=name: seen.update({name: (into[0], out[0] if isinstance(out, tuple) else out)})
+        hooks.append(module.register_forward_hook(keep))
+    out = functional_call(net, weights | {"lm_head.weight": weights["embed_tokens.weight"]}, (ids,), dict(head=False), tie_weights=False)
+    for hook in hooks:
+        hook.remove()
+    return out, seen
+
+
+@pytest.mark.parametrize("recipe, attention, hidden", [("lrc", "cosine", "relative"), ("lrc", "mse", "mse"), ("clone", "mse", "relative"), ("gpd", "cosine", "mse")])
+def test_a_recipe_through_a_network_equals_its_naive_form_in_value_and_gradient(pair, recipe, attention, hidden):
+    """float64. The student's writers are P^T W_T with P the leaf: attn_out and ffn_out compare the student's write with the teacher's
+    times that P, which autograd differentiates in both places."""
+    student, teacher, frame = pair.student.double(), pair.teacher.double(), pair.frame.double()
+    theirs, own = dict(teacher.named_parameters()), dict(student.named_parameters())
+    names = [f"layers.{i}.{part}" for i in range(2) for part in ("self_attn.o_proj", "mlp.down_proj")]
+    P = {name: randn(24, 12, seed=j, dtype=torch.float64, scale=0.3).requires_grad_() for j, name in enumerate(names)}
+    with torch.no_grad():
+        for name in names:
+            own[f"{name}.weight"].copy_(P[name].T @ theirs[f"{name}.weight"])
+    align, w_ce = tuple(t for t in RECIPES[recipe] if t not in ("kl", "ce")), 0.0 if recipe == "gpd" else 1.3
+    objective = Objective(w_kl=0.7, w_ce=w_ce, w_align=0.3, align=align, attention=attention, hidden=hidden, chunk=5)
+    sums = losses(student, teacher, pair.ids, pair.targets, objective, frame, student.lm_head.weight, writers(student))
+    ours = dict(zip(own, torch.autograd.grad(sums["loss"], list(own.values()), retain_graph=True)))
+
+    weights = own | {f"{name}.weight": P[name].T @ theirs[f"{name}.weight"] for name in names}
+    (x, s), (x_t, t) = heard(student, weights, pair.ids), heard(teacher, theirs, pair.ids)
+    valid = pair.targets != IGNORE
+    mse = lambda a, b: ((a - b) ** 2).mean(-1)[valid].sum()
+    cosine = lambda a, b: (1 - (a * b).sum(-1) / (a.pow(2).sum(-1) * b.pow(2).sum(-1)).sqrt())[valid].sum()
+    relative = lambda a, b: (((a - b) ** 2).sum(-1) / (b ** 2).sum(-1))[valid].sum()
+    terms = dict.fromkeys(objective.align, 0.0)
+    for name in terms:
+        for layer in ("layers.0", "layers.1"):
+            of = lambda part, end: (s[f"{layer}{part}"][end], t[f"{layer}{part}"][end])
+            if name == "hidden":
+                terms[name] += (relative if hidden == "relative" else mse)(of("", 1)[0], of("", 1)[1] @ frame)
+            elif name.endswith("_out"):
+                part = {"attn_out": ".self_attn.o_proj", "ffn_out": ".mlp.down_proj"}[name]
+                terms[name] += mse(of(part, 1)[0], of(part, 1)[1] @ P[layer + part])
+            elif name in ("gate", "up"):
+                terms[name] += mse(*of(f".mlp.{name}_proj", 1))
+            else:
+                terms[name] += (cosine if attention == "cosine" else mse)(*of(f".self_attn.{name}_proj", 0 if name == "o" else 1))
+    head, kl, ce = naive(x.flatten(0, 1), weights["embed_tokens.weight"], pair.targets.flatten(), x_t.flatten(0, 1), theirs["embed_tokens.weight"],
+                         w_kl=0.7, w_ce=w_ce)
+    loss = head + 0.3 * sum(terms.values())
+    expected = terms | {"kl": kl, "loss": loss} | ({"ce": ce} if recipe != "gpd" else {}) | ({"align": sum(terms.values())} if terms else {})
+    assert {k: v.item() for k, v in sums.items()} == pytest.approx({k: v.item() for k, v in expected.items()}, rel=1e-9)
+
+    leaves = {name: w for name, w in own.items() if name.removesuffix(".weight") not in names}
+    oracle = dict(zip([*leaves, *names], torch.autograd.grad(loss, [*leaves.values(), *P.values()])))
+    for name, g in oracle.items():
+        mine = theirs[f"{name}.weight"] @ ours[f"{name}.weight"].T if name in names else ours[name]  # W_S = P^T W_T: dL/dP = W_T (dL/dW_S)^T
+        assert g.abs().max() > 0 and close(mine, g, 1e-9), name
 
 
 def test_b21_targets_are_shifted_once(tmp_path):
