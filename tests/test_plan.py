@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import core
-import lrc
 import plan
 import train
 from conftest import SHAPE, random_net
@@ -44,40 +43,42 @@ def test_published_figures(capsys, preset, unreachable, deployed, mlp):
     assert "= 49,152 a step" in text and "= 10.000B" in text
     plain = planned(capsys, "--teacher", preset, "--mode", "lrc")
     assert row(plain, "mlp") == (mlp[0], mlp[1], mlp[1]) and f"for lrc: {unreachable}" in plain
-
-
-def clone_of(teacher, mode, width=12):
-    student = lrc.blank_student(teacher, width)
-    return core.open_mlp(lrc.Clone(student, lrc.slices(teacher, student), torch.zeros(24, width)), mode)
+    for mode, left in (("slice", unreachable), ("random", "0.0%"), ("dense", "0.0%"), ("scratch", "0.0%")):
+        other = planned(capsys, "--teacher", preset, "--mode", mode)
+        assert row(other, "mlp") == mlp and f"for {mode}: {left}" in other
+        assert (row(other, "total")[2] == deployed) == (mode == "scratch")
 
 
 def size(tensors, item=None):
     return sum(t.numel() * (item or t.element_size()) for t in tensors)
 
 
-@pytest.mark.parametrize("mode", core.MODES)
+@pytest.mark.parametrize("mode, coordinates", [*((mode, "span") for mode in core.MODES), ("lrc", "teacher"), ("dense", "teacher"), ("slice", "teacher"),
+                                               ("scratch", "span")])
 @pytest.mark.parametrize("d_ff", [60, 20])  # 20: the MLP narrower than the stream, a span of all d_ff dimensions
-def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, d_ff, ids):
+def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, coordinates, d_ff, ids):
     teacher = random_net(**teacher.config.raw | dict(intermediate_size=d_ff)).requires_grad_(False)
-    clone = clone_of(teacher, mode)
-    deployed, coordinates = dict(clone.student.named_parameters()), clone.coordinates()
-    total = plan.numbers(teacher.config, 12, mode)
+    place = train.Place(torch.device("cpu"), 0, 1, None)
+    clone = train.build(train.Args(mode=mode, coordinates=coordinates, width=12), None, teacher, teacher.config, None, place)
+    deployed, trained = dict(clone.student.named_parameters()), clone.coordinates()
+    total = plan.numbers(teacher.config, 12, mode, coordinates)
     kinds = {"attention": r"self_attn.*proj\.weight", "mlp": r"mlp\.", "embedding, head": "embed|lm_head", "norm gains": "norm",
              "q/k/v bias (inherited)": "bias", "total": ""}
     for group, pattern in kinds.items():
-        real = {k: size((p for n, p in named.items() if re.search(pattern, n)), 1) for k, named in (("deployed", deployed), ("trained", coordinates))}
+        real = {k: size((p for n, p in named.items() if re.search(pattern, n)), 1) for k, named in (("deployed", deployed), ("trained", trained))}
         assert total.get(group, dict(deployed=0, trained=0)) == real, group
 
     optimizer = train.make_optimizer(clone, train.Args())
     clone.student(ids).square().sum().backward()
     clone.pull_back()
-    owned = {id(p): p for p in [*deployed.values(), *coordinates.values()]}.values()
-    assert plan.memory(teacher.config, 12, mode) == {
+    owned = {id(p): p for p in [*deployed.values(), *trained.values()]}.values()
+    real = {
         "teacher (bf16)": size(teacher.parameters(), 2), "student": size(deployed.values()),
         "coordinates": size(p for m in clone.maps.values() for p in m.parameters()),
         "gradients": size(p.grad for p in owned if p.grad is not None),
         "optimizer (AdamW)": size(t for state in optimizer.state.values() for name, t in state.items() if name != "step"),
         "bases T, C": size(b for m in clone.maps.values() for b in m.buffers())}
+    assert plan.memory(teacher.config, 12, mode, coordinates) == {part: bytes for part, bytes in real.items() if bytes}
 
 
 @pytest.mark.parametrize("tied", [True, False])

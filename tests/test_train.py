@@ -10,9 +10,12 @@ import torch
 from conftest import random_net
 from safetensors.torch import load_file
 
+import core
+import lrc
 import runs
 import train
 from data import Tokens
+from model import Transformer
 from teachers import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +48,13 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def bare(monkeypatch):
+    """A run without its curves and samples."""
+    monkeypatch.setattr(runs, "draw_curves", lambda run: None)
+    monkeypatch.setattr(train, "sample", lambda *args: "")
+
+
 def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys):
     out = run(teacher_folder, tmp_path / "run")
     assert {p.name for p in out.iterdir()} == {"config.json", "metrics.jsonl", "curves.png", "checkpoint", "student", "tokenizer", ".lock"}
@@ -61,10 +71,11 @@ def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys)
         assert word in screen
 
 
-@pytest.mark.parametrize("mode", ["lrc", "dense", "core"])
-def test_resume_is_exact(teacher_folder, tmp_path, mode, monkeypatch):
+@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core", "--mode slice", "--mode scratch",
+                                   "--mode random --recipe clone --init random --coordinates teacher"])
+def test_resume_is_exact(teacher_folder, tmp_path, flags, bare, monkeypatch):
     """6 steps straight = 3, a crash, and a resume: every logged figure and the student, bit for bit; 2 epochs go by on the way."""
-    more = ["--mode", mode, "--accum", "2"]
+    more = [*flags.split(), "--accum", "2"]
     straight = run(teacher_folder, tmp_path / "straight", *more)
     real = Tokens.batch
 
@@ -88,6 +99,149 @@ def test_a_finished_run_resumed_says_so_and_changes_nothing(teacher_folder, tmp_
     before = (out / "metrics.jsonl").read_text(), (out / "student" / "model.safetensors").read_bytes()
     train.main(["--resume", "--out", str(out)])
     assert ((out / "metrics.jsonl").read_text(), (out / "student" / "model.safetensors").read_bytes()) == before
+
+
+def steps_of(out):
+    return [row for row in runs.read_metrics(out) if "loss" in row]
+
+
+LRC, CLONE = {"kl", "ce", "q", "k", "v", "o", "gate", "up", "hidden"}, {"kl", "ce", "q", "k", "v", "gate", "up", "attn_out", "ffn_out"}
+
+
+@pytest.mark.parametrize("flags, logged, recorded", [
+    ("--mode random", LRC, dict(init="calibrated", attention="cosine")),
+    ("--mode slice", LRC, dict(init="calibrated")),
+    ("--mode scratch", {"kl", "ce"}, {}),
+    ("--recipe gpd", {"kl"}, dict(init="orthonormal")),
+    ("--recipe gpd --init calibrated --mode slice", {"kl"}, dict(init="calibrated")),
+    ("--recipe clone", CLONE, dict(init="calibrated", attention="mse")),
+    ("--init random --mode lrc", LRC, dict(init="random")),
+    ("--coordinates teacher --mode lrc", LRC, dict(coordinates="teacher")),
+    ("--coordinates teacher", LRC, dict(coordinates="teacher", mode="core"))])
+def test_every_arm_recipe_and_start_runs_to_a_student_of_the_plain_shape(teacher_folder, tmp_path, bare, capsys, flags, logged, recorded):
+    out = run(teacher_folder, tmp_path / "run", *flags.split())
+    for row in steps_of(out):
+        assert row.keys() == logged | {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second"} | ({"align"} if len(logged) > 2 else set())
+        assert row["loss"] == pytest.approx(row["kl"] + row.get("ce", 0) + 0.2 * row.get("align", 0), rel=1e-5)
+        assert row.get("align", 0) == pytest.approx(sum(row[name] for name in logged - {"kl", "ce"}), rel=1e-5)
+    args = json.loads((out / "config.json").read_text())["args"]
+    assert args.items() >= recorded.items()
+    assert ("calibrating" in capsys.readouterr().out) == (args["mode"] != "scratch" and args["init"] == "calibrated")
+
+    student, teacher = Transformer.from_pretrained(out / "student"), Transformer.from_pretrained(teacher_folder)
+    assert {n: w.shape for n, w in student.named_parameters()} == {n: w.shape for n, w in Transformer(teacher.config.at_width(12)).named_parameters()}
+    outside = {}
+    for name, w in student.named_parameters():
+        if w.dim() == 2:
+            W_T, W = ((m.T if name.endswith(lrc.DUAL) else m).detach().double() for m in (teacher.get_parameter(name), w))
+            outside[name.split(".")[-2]] = ((W - W_T @ torch.linalg.lstsq(W_T, W, driver="gelsd").solution).norm() / W.norm()).item()
+    bare = args["mode"] == "scratch"
+    assert all((outside[name] > 1e-3) == (bare or args["mode"] not in ("lrc", "slice")) for name in ("gate_proj", "up_proj", "down_proj"))
+    assert all((outside[name] > 1e-3) == bare for name in ("q_proj", "o_proj", "embed_tokens"))
+
+
+def test_every_mode_but_scratch_starts_from_the_same_figures(teacher_folder, tmp_path, bare):
+    more = ["--steps", "1", "--calibration-tokens", "128", "--mode"]
+    starts = {mode: runs.read_metrics(run(teacher_folder, tmp_path / mode, *more, mode))[:3] for mode in (*core.MODES, "scratch")}
+    timeless = lambda rows: [{k: v for k, v in row.items() if k not in ("tokens_per_second", "grad_norm")} for row in rows]
+    assert starts["core"][2]["step"] == 1
+    for mode in core.MODES:
+        assert timeless(starts[mode]) == timeless(starts["core"])  # the teacher, the student, and the first step's losses
+    assert starts["slice"][2]["grad_norm"] > starts["lrc"][2]["grad_norm"]  # more coordinates take up the same gradient
+    assert starts["scratch"][1]["val_ce"] == pytest.approx(7.62, abs=0.05)  # log 2048: it knows nothing
+
+
+@pytest.mark.parametrize("recipe, terms", [("lrc", LRC), ("clone", CLONE)])
+def test_B20_without_takes_exactly_its_term_out_of_the_log_and_the_total(teacher_folder, tmp_path, bare, recipe, terms):
+    first = lambda name, *more: steps_of(run(teacher_folder, tmp_path / name, "--recipe", recipe, "--init", "orthonormal", "--steps", "1", "--eval-tokens", "16",
+                                             "--w-kl", "0.7", "--w-ce", "1.3", "--w-align", "0.3", *more))[0]
+    full = first("full")
+    for term in sorted(terms):
+        rest = first(term, "--without", term)
+        assert full.keys() - rest.keys() == {term} and rest.keys() <= full.keys()
+        assert all(rest[name] == full[name] for name in terms - {term})
+        assert full["loss"] - rest["loss"] == pytest.approx({"kl": 0.7, "ce": 1.3}.get(term, 0.3) * full[term], abs=2e-6 * full["loss"])
+        assert full["align"] - rest["align"] == pytest.approx(full[term] if term not in ("kl", "ce") else 0, abs=2e-6 * full["align"])
+    two = first("two", "--without", "kl, gate")
+    assert full.keys() - two.keys() == {"kl", "gate"}
+    none = first("none", "--without", ",".join(terms - {"kl", "ce"}))
+    assert full.keys() - none.keys() == terms - {"kl", "ce"} | {"align"}
+    assert none["loss"] == pytest.approx(0.7 * full["kl"] + 1.3 * full["ce"], rel=1e-6)
+
+
+def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
+    named = lambda *flags: train.terms(train.parse(flags))
+    assert named() == ("kl", "ce", "q", "k", "v", "o", "gate", "up", "hidden")
+    assert named("--recipe", "clone") == ("kl", "ce", "q", "k", "v", "gate", "up", "attn_out", "ffn_out")
+    assert named("--recipe", "gpd") == named("--recipe", "gpd", "--mode", "scratch") == ("kl",)
+    assert named("--mode", "scratch") == named("--mode", "scratch", "--recipe", "clone") == named("--w-align", "0") == ("kl", "ce")
+    assert named("--w-kl", "0", "--without", "o,hidden") == ("ce", "q", "k", "v", "gate", "up")
+    for flags, weights in (((), (1, 1)), (("--without", "kl"), (0, 1)), (("--without", "ce", "--w-kl", "0.5"), (0.5, 0)), (("--recipe", "gpd"), (1, 0))):
+        objective = train.objective_of(train.parse(flags), 90)
+        assert (objective.w_kl, objective.w_ce, objective.real_vocab) == (*weights, 90)
+        assert objective.align == (() if flags[-1:] == ("gpd",) else ("q", "k", "v", "o", "gate", "up", "hidden"))
+    assert train.objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
+    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), 90).attention == "cosine"
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--without attn_out", ("attn_out", "recipe lrc")), ("--without Q", ("--without Q",)), ("--recipe clone --without o,hidden", ("hidden", "clone")),
+    ("--recipe gpd --without ce", ("ce", "gpd")), ("--mode scratch --without q", ("q", "scratch")), ("--without align", ("align", "gate")),
+    ("--recipe gpd --without kl", ("--without",)), ("--recipe gpd --w-kl 0", ("--w-kl",)), ("--without kl,ce,q,k,v,o,gate,up,hidden", ("--without",)),
+    ("--without kl,ce --w-align 0", ("--without", "--w-align")), ("--mode scratch --w-kl 0 --without ce", ("--without", "--w-kl"))])
+def test_terms_that_are_not_there_and_an_objective_of_nothing_are_refused(tmp_path, flags, words):
+    with pytest.raises(Refusal) as refused:
+        train.main([*flags.split(), "--out", str(tmp_path / "run")])
+    assert all(word in str(refused.value) for word in ("--without", *words)) and "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def built(teacher, ids=None, **flags):
+    place = train.Place(torch.device("cpu"), 0, 1, None)
+    return train.build(train.Args(width=12, **flags), None, teacher, teacher.config, ids if ids is None else (ids, ids), place)
+
+
+def test_build_hands_start_and_seed_to_where_they_belong(ids):
+    teacher = random_net().requires_grad_(False)
+    for kind in ("orthonormal", "random"):
+        clone, student = built(teacher, ids, mode="dense", init=kind, seed=9), lrc.blank_student(teacher, 12)
+        assert torch.equal(lrc.random_start(teacher, student, kind, 9), clone.frame)
+        assert all(torch.allclose(clone.weights[name], w, atol=1e-5) for name, w in student.named_parameters())
+    for mode in ("random", "slice"):
+        maps, plain = built(teacher, ids, mode=mode, init="random", seed=9).maps, built(teacher, mode="lrc")
+        assert all(torch.equal(m.C, maps[name].C) for name, m in core.open_mlp(plain, mode, 9).maps.items() if name.endswith(core.MLP))
+    scratch = Transformer(teacher.config.at_width(12))
+    scratch.initialise(9)
+    clone = built(teacher, ids, mode="scratch", seed=9)
+    assert clone.frame is None and not clone.maps and all(torch.equal(clone.weights[name], w) for name, w in scratch.named_parameters())
+
+
+@pytest.mark.parametrize("mode, coordinates", [(mode, "span") for mode in (*core.MODES, "scratch")])
+def test_the_optimizer_steps_every_coordinate_as_textbook_adamw_does(mode, coordinates):
+    """Three steps of float64 arithmetic by hand; the gradient of each step comes out of a pull-back, in whatever layout that has."""
+    teacher = random_net().requires_grad_(False)
+    clone = built(teacher, mode=mode, coordinates=coordinates)
+    named, optimizer = clone.coordinates(), train.make_optimizer(clone, train.Args(lr=1e-2, weight_decay=0.1))
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in named.values()}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in named.values():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    wide = {name: p.detach().double() for name, p in named.items()}
+    first, second = ({name: torch.zeros_like(p) for name, p in wide.items()} for _ in range(2))
+    for step in (1, 2, 3):
+        clone.deploy()
+        for w in clone.weights.values():
+            w.grad = torch.randn(w.shape, generator=generator)
+        clone.pull_back()
+        for name, p in named.items():
+            g = p.grad.double()
+            first[name], second[name] = 0.9 * first[name] + 0.1 * g, 0.999 * second[name] + 0.001 * g * g
+            wide[name] = wide[name] * (1 - 1e-2 * 0.1 * (p.dim() == 2))
+            wide[name] -= 1e-2 * (first[name] / (1 - 0.9 ** step)) / ((second[name] / (1 - 0.999 ** step)).sqrt() + 1e-8)
+        optimizer.step()
+    for name, p in named.items():
+        assert torch.allclose(p.double(), wide[name], atol=1e-5), name
 
 
 def figures(row):
@@ -130,9 +284,10 @@ def launch(tmp_path, name, argv, ranks):
     return out, load_file(out / "student" / "model.safetensors"), [torch.load(f"{out}.rank{r}", weights_only=True) for r in range(ranks)], done.stdout
 
 
-def test_A10_two_ranks_with_accumulation_2_equal_one_with_4(teacher_folder, tmp_path):
+@pytest.mark.parametrize("flags", ["--mode core", pytest.param("--mode random --recipe clone --init random --coordinates teacher", marks=pytest.mark.slow)])
+def test_A10_two_ranks_with_accumulation_2_equal_one_with_4(teacher_folder, tmp_path, flags):
     """Uneven valid tokens, 5 steps; and on both ranks the coordinates are the same bits at every step."""
-    base = command(teacher_folder, "x", "--steps", "5", "--mode", "core", "--lr", "1e-3")
+    base = command(teacher_folder, "x", "--steps", "5", *flags.split(), "--lr", "1e-3")
     base = base[:base.index("--out")] + base[base.index("--out") + 2:]
     out1, one, _, _ = launch(tmp_path, "one", [*base, "--accum", "4"], 1)
     out2, two, ranks, screen = launch(tmp_path, "two", [*base, "--accum", "2"], 2)
@@ -283,7 +438,7 @@ def test_a_teacher_with_a_zero_matrix_still_distils(teacher_folder, tmp_path, ze
     assert all(torch.isfinite(w).all() for w in load_file(run(folder, tmp_path / "run") / "student" / "model.safetensors").values())
 
 
-def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path):
+def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path, bare):
     folders = [run(teacher_folder, tmp_path / f"{mode}{seed}", "--mode", mode, "--seed", str(seed)) for mode in ("lrc", "core") for seed in (1, 2)]
     end = {f.name: runs.read_metrics(f)[-1]["val_ce"] for f in folders}
     paired = [end["core1"] - end["lrc1"], end["core2"] - end["lrc2"]]
