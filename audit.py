@@ -1,59 +1,381 @@
-"""What training reached: how much of each deployed MLP matrix lies outside the teacher's span.
+"""What was reached, and what is paid for: six questions to a teacher and a student, made here or anywhere.
 
-    python audit.py energy STUDENT --teacher TEACHER        # folders; the student a merged one, no coordinates needed
+    python audit.py reach --teacher llama3.2-3b --width 1536      # from configs alone: what plain LRC deploys and cannot train
+    python audit.py reach STUDENT --teacher TEACHER               # the same for a student's folder, however it was made
+    python audit.py energy STUDENT --teacher TEACHER              # how much of each MLP matrix lies outside the teacher's span
+    python audit.py remove STUDENT --teacher TEACHER --text FILE  # what the student loses without it
+    python audit.py rank STUDENT --teacher TEACHER --text FILE    # effective rank of the hidden states
+    python audit.py spectrum STUDENT --teacher TEACHER --layer 0  # where the student's columns fall along the teacher's singular vectors
+    python audit.py neurons STUDENT --teacher TEACHER --cloze FILE    # does masking the teacher's fact neurons hurt the student?
 
-    energy = |W - T T^T W|^2 / |W|^2        T an orthonormal basis of col(W_T); for down of the row space
-
-0 for plain LRC, up to rounding, whatever it was trained on. Source: Train What You Deploy, arXiv 2609.02006.
+A student is a merged Hugging Face folder: no coordinates are needed. The first three and spectrum read one matrix at a time from disk,
+work in fp64 whatever the checkpoint's dtype, and never make a d_ff x d_ff matrix.
+Sources: Train What You Deploy, arXiv 2609.02006; neuron masking: Low-Rank Clone, arXiv 2505.12781.
 """
 from __future__ import annotations
 
 import argparse
+import math
+import shutil
 import sys
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+import plan
 from core import MLP
+from data import Tokenizer, Tokens, prepare
+from distill import evaluate
 from lrc import DUAL, span
-from model import Transformer
-from teachers import Refusal
+from model import Config, Transformer, tensor_files
+from teachers import Refusal, read_json, resolve
+
+KINDS = tuple(name.partition("_")[0] for name in MLP)  # gate, up, down
+
+
+class Weights:
+    """A checkpoint read tensor by tensor, each in fp64, none kept."""
+
+    def __init__(self, source: str):
+        self.folder, self.origin = resolve(str(source))
+        self.config = Config.from_hf(read_json(self.folder / "config.json"), str(self.folder / "config.json"))
+        self.place = {}
+        for file, keys in tensor_files(self.folder).items():
+            with safe_open(file, framework="pt") as opened:
+                self.place |= {key.removeprefix("model."): (file, key) for key in (keys if keys is not None else opened.keys())}
+
+    def mlp(self, layer: int, kind: str) -> Tensor:
+        """gate, up (d_ff, width) or down, turned to (d_ff, width) too: its row space is what is inherited."""
+        name = f"layers.{layer}.mlp.{kind}_proj.weight"
+        if name not in self.place:
+            raise Refusal(f"{self.folder}: tensor {name} is missing")
+        file, key = self.place[name]
+        with safe_open(file, framework="pt") as opened:
+            W = opened.get_tensor(key).double()
+        if not torch.isfinite(W).all():
+            raise Refusal(f"{self.folder}: {name} holds NaN or infinity")
+        return W.T if name.endswith(DUAL) else W
+
+
+def pair(teacher: str, student: str) -> tuple[Weights, Weights]:
+    theirs, ours = Weights(teacher), Weights(student)
+    shapes = [(c.num_hidden_layers, c.intermediate_size) for c in (theirs.config, ours.config)]
+    if shapes[0] != shapes[1]:
+        raise Refusal(f"{ours.folder}: {shapes[1][0]} layers of d_ff {shapes[1][1]}, the teacher has {shapes[0][0]} of {shapes[0][1]}: "
+                      "not a student that inherits its MLP")
+    return theirs, ours
+
+
+# ------------------------------------------------------------------------------------------------ reach
+
+
+def reach(teacher: Config, student: Config) -> list[dict]:
+    """For each kind of matrix: what is deployed, and which share training through a projection of W_T can never reach.
+
+    A student's matrix keeps one side of the teacher's (kept x r from kept x inherited): W_T P fills min(kept, inherited) of its `kept`
+    dimensions. A matrix that keeps neither side (pruned) is no projection of the teacher's, so all of it trains: no gap.
+    """
+    theirs, ours, rows = plan.matrices(teacher), plan.matrices(student), []
+    for kind, (group, many, kept, inherited) in theirs.items():
+        _, deployed_many, side, width = ours[kind]
+        projected = side == kept
+        rows.append(dict(kind=kind, group=group, many=deployed_many, kept=side, width=width, deployed=deployed_many * side * width,
+                         reachable=min(kept, inherited) if projected else side, projected=projected))
+    return rows
+
+
+def show_reach(teacher: Config, student: Config) -> str:
+    text = [f"{'matrix':<11}{'how many':>9}{'deployed, each':>17}{'reached':>9}{'out of reach':>14}{'numbers deployed':>18}{'reached':>10}"]
+    for row in reach(teacher, student):
+        gap = 1 - row["reachable"] / row["kept"]
+        note = f"{gap:.1%}" if gap else "no gap" if row["projected"] else "no gap: not W_T P"
+        text.append(f"{row['kind']:<11}{row['many']:>9}{row['kept']:>9} x{row['width']:>6}{row['reachable']:>9}{note:>14}{plan.count(row['deployed']):>18}"
+                    f"{plan.count(row['deployed'] * (1 - gap)):>10}")
+    return "\n".join(text)
+
+
+# ----------------------------------------------------------------------------------------------- energy
 
 
 def outside(W_T: Tensor, W: Tensor) -> float:
-    """Share of the energy of W (out, r) outside col(W_T), W_T (out, H). In fp64, without a matrix of out x out."""
+    """Share of the energy of W (out, r) outside col(W_T), W_T (out, H):  |W - T T^T W|^2 / |W|^2,  T an orthonormal basis of col(W_T)."""
     T, W = span(W_T.double()), W.double()
     whole = W.pow(2).sum()
     return float((W - T @ (T.T @ W)).pow(2).sum() / whole) if whole > 0 else 0.0
 
 
-@torch.no_grad()
-def energy(teacher: Transformer, student: Transformer) -> dict[str, list[float]]:
-    """{"gate": share of each layer, "up": ..., "down": ...}."""
-    if len(teacher.layers) != len(student.layers) or teacher.config.intermediate_size != student.config.intermediate_size:
-        raise Refusal(f"the student has {len(student.layers)} layers of d_ff {student.config.intermediate_size}, the teacher {len(teacher.layers)} of "
-                      f"{teacher.config.intermediate_size}: not a student of this teacher")
-    shares = {}
-    for kind in MLP:
-        pairs = [[block.mlp.get_parameter(kind) for block in net.layers] for net in (teacher, student)]
-        turn = (lambda w: w.T) if kind in DUAL else (lambda w: w)
-        shares[kind.partition("_")[0]] = [outside(turn(theirs), turn(ours)) for theirs, ours in zip(*pairs)]
-    return shares
+def energy(teacher: str, student: str) -> dict[str, list[float]]:
+    """{"gate": share of each layer, "up": ..., "down": ...}; 0 for plain LRC, up to rounding, whatever it was trained on."""
+    theirs, ours = pair(teacher, student)
+    return {kind: [outside(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for layer in range(ours.config.num_hidden_layers)] for kind in KINDS}
 
 
-def table(shares: dict[str, list[float]]) -> str:
+def show_energy(shares: dict[str, list[float]]) -> str:
     rows = [[f"{layer}", *(f"{100 * share:.2f}" for share in layers)] for layer, layers in enumerate(zip(*shares.values()))]
     rows.append(["mean", *(f"{100 * sum(layers) / len(layers):.2f}" for layers in shares.values())])
-    return "\n".join(f"{row[0]:<8}" + "".join(f"{cell:>8}" for cell in row[1:]) for row in [["layer", *(f"{k}, %" for k in shares)], *rows])
+    return "\n".join(f"{row[0]:<8}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [["layer", *(f"{k}, %" for k in shares)], *rows])
+
+
+# ----------------------------------------------------------------------------------------------- remove
+
+
+@torch.no_grad()
+def ablate(teacher: str, student: str, layers: range, kinds: tuple[str, ...] = KINDS, scale: float = 0.0) -> Transformer:
+    """The student with W -> T T^T W + scale (W - T T^T W) in these layers and kinds: 0 removes the complement, 1 is the identity
+    pass through the same arithmetic."""
+    theirs, ours = pair(teacher, student)
+    net = Transformer.from_pretrained(ours.folder)
+    for layer in layers:
+        for kind in kinds:
+            W, T = ours.mlp(layer, kind), span(theirs.mlp(layer, kind))
+            inside = T @ (T.T @ W)
+            W = inside + scale * (W - inside)
+            net.get_parameter(f"layers.{layer}.mlp.{kind}_proj.weight").copy_(W.T if kind == "down" else W)
+    return net
+
+
+def layer_range(text: str, count: int) -> range:
+    """"all", "3" or "0-2" (both ends in) -> the layers."""
+    first, _, last = ("0", "-", str(count - 1)) if text == "all" else text.partition("-")
+    if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first) < count):
+        raise Refusal(f"--layers {text}: write all, one layer (3) or a range (0-2), within 0 to {count - 1}")
+    return range(int(first), int(last or first) + 1)
+
+
+# ------------------------------------------------------------------------------------------------- rank
+
+
+def effective_rank(moment: Tensor) -> float:
+    """exp of the entropy of the singular values' shares (Roy & Vetterli, EUSIPCO 2007), from X^T X: p_i = s_i / sum s, exp(-sum p ln p)."""
+    s = torch.linalg.eigvalsh(moment).clamp(min=0).sqrt()
+    p = s / s.sum()
+    return float(torch.special.entr(p).sum().exp()) if s.sum() > 0 else 0.0
+
+
+@torch.no_grad()
+def effective_ranks(net: Transformer, batches) -> list[tuple[float, float]]:
+    """Of the stream after each layer, over all tokens: (as it is, less its mean over tokens). The mean, and a few massive activations,
+    can hold most of the length of the first."""
+    count, moments, sums = 0, 0.0, 0.0
+    for ids, _ in batches:
+        _, taps = net(ids, taps=True, head=False)
+        h = torch.stack([tap["hidden"].flatten(0, 1) for tap in taps]).double()  # (layers, N, width)
+        moments, sums, count = moments + h.mT @ h, sums + h.sum(1), count + h.shape[1]
+    return [(effective_rank(m), effective_rank(m - torch.outer(s, s) / count)) for m, s in zip(moments, sums)]
+
+
+# --------------------------------------------------------------------------------------------- spectrum
+
+
+def spectrum(W_T: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W_T (out, H), W (out, r) -> singular values of W_T (k,), largest first, and along its left singular vectors t_i the share of
+    energy of the teacher's matrix, s_i^2 / sum s^2, and of the student's, |t_i^T W|^2 / |W|^2, (k,) each. What the last lacks of 1 is outside."""
+    T = span(W_T)  # (out, k)
+    s = (T.T @ W_T).norm(dim=1)  # |t_i^T W_T| = s_i
+    return s, s.pow(2) / s.pow(2).sum(), (T.T @ W).pow(2).sum(1) / W.pow(2).sum().clamp(min=1e-300)
+
+
+def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(1, len(named), figsize=(4 * len(named), 3.5), layout="constrained", sharey=True, squeeze=False)
+    for ax, (kind, (_, theirs, ours)) in zip(axes[0], named.items()):
+        ax.semilogy(theirs, color="black", label="teacher: s² / Σ s²")
+        ax.semilogy(ours, ".", markersize=3, color="tab:blue", label="student: |tᵀW|² / |W|²")
+        ax.set(title=f"{kind}: {100 * (1 - ours.sum()):.1f} % outside", xlabel="left singular vector of W_T, largest first")
+    axes[0, 0].set(ylabel="share of energy")
+    axes[0, 0].legend()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------- neurons
+
+
+def read_cloze(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """{"prompt": ..., "answer": ...} a line -> token ids of both."""
+    from json import JSONDecodeError, loads
+    questions = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = loads(line)
+            prompt, whole = (tokenizer.encode(text) for text in (row["prompt"], row["prompt"] + row["answer"]))
+        except (JSONDecodeError, KeyError, TypeError):
+            raise Refusal(f'{path}, line {number}: write {{"prompt": "The capital of France is", "answer": " Paris"}}') from None
+        if not prompt or whole[:len(prompt)] != prompt or len(whole) == len(prompt):
+            raise Refusal(f"{path}, line {number}: the prompt must end where a token ends (give the answer its leading space)")
+        questions.append((prompt, whole[len(prompt):]))
+    if not questions:
+        raise Refusal(f"{path}: no question in it")
+    return questions
+
+
+@torch.no_grad()
+def answers(net: Transformer, questions) -> Tensor:
+    """Right or wrong (n,) bool: every token of the answer is the network's first choice."""
+    right = []
+    for prompt, answer in questions:
+        z = net(torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1:]  # (len(answer), V)
+        right.append(z.argmax(-1).tolist() == answer)
+    return torch.tensor(right)
+
+
+@torch.no_grad()
+def activity(net: Transformer, questions) -> Tensor:
+    """(layers, d_ff): mean |silu(gate) * up| at the last token of the prompts, where the answer is about to be said."""
+    total = 0.0
+    for prompt, _ in questions:
+        _, taps = net(torch.tensor([prompt]), taps=True, head=False)
+        total = total + torch.stack([(torch.nn.functional.silu(tap["gate"][0, -1]) * tap["up"][0, -1]).abs() for tap in taps])
+    return total / len(questions)
+
+
+@torch.no_grad()
+def masked(net: Transformer, questions, neurons: Tensor) -> Tensor:
+    """answers() with these neurons (flat indices into (layers, d_ff)) silenced: their columns of down_proj at 0."""
+    d_ff, kept = net.config.intermediate_size, {}
+    for layer in neurons.div(d_ff, rounding_mode="floor").unique().tolist():
+        w = net.layers[layer].mlp.down_proj.weight
+        kept[layer] = w.clone()
+        w[:, neurons[neurons.div(d_ff, rounding_mode="floor") == layer] % d_ff] = 0
+    right = answers(net, questions)
+    for layer, w in kept.items():
+        net.layers[layer].mlp.down_proj.weight.copy_(w)
+    return right
+
+
+def wilson(right: Tensor) -> str:
+    """Share right and its 95 % interval (Wilson's score)."""
+    n, p, z = len(right), right.double().mean().item(), 1.96
+    middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return f"{p:.3f} [{middle - half:.3f}, {middle + half:.3f}]"
+
+
+def neurons(teacher: Transformer, student: Transformer, questions, k: int, draws: int, seed: int = 0) -> str:
+    """The table of the masking experiment. The sources define neither scope nor score; here:
+
+    neurons are ranked over the whole network by their mean activity in the *teacher* on all questions; masked at the same (layer, index) in
+    both models; score: share of questions whose whole answer is the first choice, token by token. Random sets: `draws` of them, from all
+    neurons outside the top k, mean ± standard deviation over draws.
+    """
+    order = activity(teacher, questions).flatten().argsort(descending=True)
+    generator = torch.Generator().manual_seed(seed)
+    sets = [order[k:][torch.randperm(len(order) - k, generator=generator)[:k]] for _ in range(draws)]
+    text = [f"{'':<10}{'unmasked':>24}{f'top {k}':>24}{f'least active {k}':>24}{f'random {k}, {draws} draws':>28}"]
+    for who, net in (("teacher", teacher), ("student", student)):
+        shares = torch.stack([masked(net, questions, chosen).double().mean() for chosen in sets])
+        cells = [wilson(answers(net, questions)), wilson(masked(net, questions, order[:k])), wilson(masked(net, questions, order[-k:]))]
+        text.append(f"{who:<10}" + "".join(f"{cell:>24}" for cell in cells) + f"{shares.mean():>18.3f} ± {shares.std():.3f}")
+    return "\n".join(text)
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def held_out_text(text: str, folder: Path, seq_len: int, tokens: int):
+    """(tokenizer, a fresh iterator of held-out windows (ids, targets) at each call)."""
+    tokenizer = Tokenizer(folder)
+    held = Tokens(prepare(text, tokenizer, quiet=True), "val", seq_len, tokenizer)
+    return tokenizer, lambda: held.spread(max(1, tokens // seq_len), max(1, 2048 // seq_len))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help: str, student: str | None = None, text: bool = False):
+        p = commands.add_parser(name, help=help)
+        p.add_argument("student", nargs=student, help="folder of a merged student")
+        p.add_argument("--teacher", default="tiny", help="preset, hub id or folder (default: tiny)")
+        if text:
+            p.add_argument("--text", default="stdlib", help="as --data of train.py; its held-out documents are read (default: stdlib)")
+            p.add_argument("--seq-len", type=int, default=128)
+            p.add_argument("--tokens", type=int, default=32768)
+        return p
+    command("reach", "what plain LRC deploys and cannot train, from configs alone", "?").add_argument("--width", type=int, help="student width, without a folder")
+    command("energy", "share of each MLP matrix outside the teacher's span")
+    p = command("remove", "the student without its complement: scored, and written with --out", text=True)
+    p.add_argument("--layers", nargs="+", default=["all"], help="all, 3 or 0-2; several are scored one after another (default: all)")
+    p.add_argument("--matrices", default=",".join(KINDS), help="of gate,up,down (default: the three together)")
+    p.add_argument("--scale", type=float, default=0.0, help="what the complement is multiplied with: 0 removes it, 1 is the identity pass")
+    p.add_argument("--out", type=Path, help="folder to write the ablated model to (one --layers)")
+    command("rank", "effective rank of the hidden states by layer, teacher and student", text=True)
+    p = command("spectrum", "the student's columns along the teacher's singular vectors")
+    p.add_argument("--layer", type=int, default=0)
+    p.add_argument("--picture", type=Path)
+    p = command("neurons", "mask the teacher's most active neurons on factual questions, in both models")
+    p.add_argument("--cloze", required=True, help='.jsonl of {"prompt": ..., "answer": ...}')
+    p.add_argument("--k", type=int, default=50)
+    p.add_argument("--draws", type=int, default=20)
+    args = parser.parse_args(argv)
+    load = Transformer.from_pretrained
+
+    if args.command == "reach":
+        theirs = plan.shape_of(args.teacher, None)
+        if args.student is None and not args.width:
+            raise Refusal("reach: name a student's folder or give --width")
+        ours = plan.shape_of(args.student, None) if args.student else theirs.at_width(args.width)
+        print(show_reach(theirs, ours))
+    elif args.command == "energy":
+        print(show_energy(energy(args.teacher, args.student)))
+    elif args.command == "remove":
+        remove(args)
+    elif args.command == "rank":
+        theirs, ours = load(args.teacher), load(args.student)
+        _, windows = held_out_text(args.text, resolve(args.teacher)[0], args.seq_len, args.tokens)
+        print(f"{'layer':<8}{'teacher':>10}{'centred':>10}{'student':>10}{'centred':>10}")
+        for layer, rows in enumerate(zip(*(effective_ranks(net, windows()) for net in (theirs, ours)), strict=True)):
+            print(f"{layer:<8}" + "".join(f"{value:>10.2f}" for row in rows for value in row))
+    elif args.command == "spectrum":
+        theirs, ours = pair(args.teacher, args.student)
+        layer = layer_range(str(args.layer), ours.config.num_hidden_layers)[0]
+        named = {kind: spectrum(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for kind in KINDS}
+        print(f"layer {layer}, share of energy in the top singular directions of W_T\n{'':<16}" + "".join(f"{share:>9}" for share in ("1/16", "1/4", "1/2", "all")))
+        for kind, (s, *shares) in named.items():
+            for who, share in zip(("teacher", "student"), shares):
+                print(f"{kind + ', ' + who:<16}" + "".join(f"{share[:max(1, len(s) * part // 16)].sum():>9.3f}" for part in (1, 4, 8, 16)))
+        if args.picture:
+            draw_spectrum(named, args.picture)
+    else:
+        theirs, ours = load(args.teacher), load(args.student)
+        pair(args.teacher, args.student)
+        print(neurons(theirs, ours, read_cloze(args.cloze, Tokenizer(resolve(args.teacher)[0])), args.k, args.draws))
+
+
+def remove(args) -> None:
+    kinds = tuple(args.matrices.split(","))
+    if not set(kinds) <= set(KINDS):
+        raise Refusal(f"--matrices {args.matrices}: of gate, up, down, with commas")
+    if args.out and len(args.layers) > 1:
+        raise Refusal("--out takes one --layers")
+    folder, _ = resolve(args.student)
+    count = Config.from_hf(read_json(folder / "config.json")).num_hidden_layers
+    ranges = {text: layer_range(text, count) for text in args.layers}
+    if args.out and args.out.exists():
+        raise Refusal(f"{args.out}: exists; choose another --out")
+    tokenizer, windows = held_out_text(args.text, folder, args.seq_len, args.tokens)
+    teacher = Transformer.from_pretrained(args.teacher)
+    print(f"{'':<28}{'CE':>9}{'KL to teacher':>15}{'top-1':>8}")
+
+    def line(name: str, net: Transformer) -> None:
+        figures = evaluate(net, teacher, windows(), real_vocab=tokenizer.vocab_size)
+        print(f"{name:<28}{figures['val_ce']:>9.4f}{figures['val_kl']:>15.4f}{figures['val_top1']:>8.4f}", flush=True)
+    line("student", Transformer.from_pretrained(folder))
+    for text, layers in ranges.items():
+        net = ablate(args.teacher, args.student, layers, kinds, args.scale)
+        line(f"{'+'.join(kinds)}, layers {text}", net)
+        if args.out:
+            net.save_pretrained(args.out)
+            for file in folder.iterdir():
+                if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
+                    shutil.copyfile(file, args.out / file.name)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["energy"])
-    parser.add_argument("student", help="folder of a merged student")
-    parser.add_argument("--teacher", default="tiny", help="preset, hub id or folder (default: tiny)")
-    args = parser.parse_args()
     try:
-        print(table(energy(*(Transformer.from_pretrained(source) for source in (args.teacher, args.student)))))
+        main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")

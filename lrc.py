@@ -64,12 +64,12 @@ class Slice(nn.Module):
         super().__init__()
         self.dual = dual
         W_T, W = self.flip(teacher_weight).detach(), self.flip(W)
-        self.register_buffer("T", span(W_T) if coordinates == "span" else W_T, persistent=False)  # (out, k)
+        self.register_buffer("T", span(W_T) if coordinates == "span" else W_T.contiguous(), persistent=False)  # (out, k)
         if coordinates == "span":
             Z = W.T @ self.T  # T^T T = 1
         else:  # the shortest P of those that give W: (W_T^T W_T)^+ W_T^T W
             A = W_T.double()
-            Z = (torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ W.double())).T.to(W.dtype)
+            Z = (torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ W.double())).T.to(W.dtype).contiguous()  # fused AdamW reads memory, not strides
         self.Z = nn.Parameter(Z)  # (r, k)
 
     def flip(self, W: Tensor) -> Tensor:

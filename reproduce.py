@@ -30,7 +30,6 @@ import torch
 import audit
 import runs
 import train
-from model import Transformer
 from teachers import Refusal, read_json
 
 ARMS = {  # name -> what it changes in train.py's flags
@@ -130,7 +129,7 @@ def work(job: tuple[str, int, int, int, float], flags: list[str], folder: str) -
     steps, evals = [r for r in lines if "loss" in r], [r for r in lines if "val_ce" in r]
     record = read_json(run / "config.json")
     row |= {"start_ce": evals[0]["val_ce"], **{k: evals[-1][k] for k in ("val_ce", "val_kl", "val_top1")}, "tokens": steps[-1]["tokens"],
-            "teacher_ce": next(r["teacher"]["val_ce"] for r in lines if "teacher" in r), "energy": audit.energy(*map(Transformer.from_pretrained, ("tiny", run / "student"))),
+            "teacher_ce": next(r["teacher"]["val_ce"] for r in lines if "teacher" in r), "energy": audit.energy("tiny", str(run / "student")),
             "training_seconds": round(sum(steps[0]["tokens"] / r["tokens_per_second"] for r in steps), 1), "seconds": round(time.time() - begun, 1),
             "git_commit": record["git_commit"], "torch": record["torch"]}
     shutil.rmtree(run / "checkpoint")  # the student stays

@@ -216,7 +216,7 @@ def test_build_hands_start_and_seed_to_where_they_belong(ids):
     assert clone.frame is None and not clone.maps and all(torch.equal(clone.weights[name], w) for name, w in scratch.named_parameters())
 
 
-@pytest.mark.parametrize("mode, coordinates", [(mode, "span") for mode in (*core.MODES, "scratch")])
+@pytest.mark.parametrize("mode, coordinates", [*((mode, "span") for mode in (*core.MODES, "scratch")), ("lrc", "teacher"), ("core", "teacher")])
 def test_the_optimizer_steps_every_coordinate_as_textbook_adamw_does(mode, coordinates):
     """Three steps of float64 arithmetic by hand; the gradient of each step comes out of a pull-back, in whatever layout that has."""
     teacher = random_net().requires_grad_(False)
