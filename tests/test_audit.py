@@ -158,8 +158,7 @@ def test_the_remove_command_scores_and_writes_a_folder(tmp_path, monkeypatch, ca
     assert Transformer.from_pretrained("same").config == Transformer.from_pretrained(folders[1]).config
     for bad in (["--layers", "2"], ["--layers", "1-0"], ["--layers", "x"], ["--matrices", "gate,q"], ["--out", "same"], ["--layers", "0", "1", "--out", "new"]):
         with pytest.raises(Refusal, match=bad[0]):
-            audit.main(["remove", folders[1], "--teacher", folders[0], *text, *bad]) if bad != ["--out", "same"] else \
-                audit.main(["remove", folders[1], "--teacher", folders[0], *text, *bad])
+            audit.main(["remove", folders[1], "--teacher", folders[0], *text, *bad])
 
 
 # ------------------------------------------------------------------------------- rank, spectrum, neurons
@@ -213,12 +212,12 @@ def test_masked_neurons_are_those_a_network_without_them_would_lack():
     assert ours.tolist() == audit.answers(net, questions).tolist()
     for hook in hooks:
         hook.remove()
-    seen = []
+    ours, seen = audit.activity(net, questions), []
     for layer in net.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0, -1].abs()) or None)
     for prompt, _ in questions:
         net(torch.tensor([prompt]))
-    assert torch.allclose(audit.activity(net, questions), torch.stack(seen).view(3, 2, 60).mean(0))
+    assert torch.allclose(ours, torch.stack(seen).view(3, 2, 60).mean(0))
 
 
 def test_the_neurons_table(capsys, tmp_path):
