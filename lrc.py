@@ -173,7 +173,7 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
     chunk of rows in memory at a time.
     """
     c, r, device = teacher.config, student.config.hidden_size, teacher.lm_head.weight.device
-    rope = rope_table(teacher.rope_freq, ids.shape[1], device)
+    rope = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=device))
     chunks = torch.arange(len(ids)).split(max(1, 4096 // ids.shape[1]))  # rows that are in memory together
     n = lambda h: unit_rms(h, c.rms_norm_eps)
     tied, gain = c.tie_word_embeddings, teacher.norm.weight

@@ -165,11 +165,11 @@ def rope_frequencies(config: Config) -> Tensor:
     return (1 - smooth) * freq / s["factor"] + smooth * freq
 
 
-def rope_table(freq: Tensor, length: int, device) -> tuple[Tensor, Tensor]:
-    """cos and sin, (T, d) each. Made in fp32 at every call: a stored buffer would be ruined by `model.to(bfloat16)`,
-    which cannot tell position 256 from 257."""
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), freq.to(device))  # (T, d/2)
-    angle = torch.cat([angle, angle], dim=-1)  # (T, d)
+def rope_table(freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """positions (..., T) -> cos and sin, (..., T, d) each. Made in fp32 at every call: a stored buffer would be ruined by
+    `model.to(bfloat16)`, which cannot tell position 256 from 257."""
+    angle = positions[..., None].float() * freq.to(positions.device)  # (..., T, d/2)
+    angle = torch.cat([angle, angle], dim=-1)  # (..., T, d)
     return angle.cos(), angle.sin()
 
 
@@ -188,15 +188,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, self.m * self.d, bias=c.qkv_bias)
         self.o_proj = nn.Linear(self.n * self.d, c.hidden_size, bias=False)
 
-    def mix(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (B, T, H) -> q (B, T, n*d), k and v (B, T, m*d) before RoPE, and their attention mix (B, T, n*d) before o_proj."""
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (B, T, H) -> q (B, T, n*d), k and v (B, T, m*d) before RoPE, and their attention mix (B, T, n*d) before o_proj.
+        mask (B, 1, T, T) bool, True where attention may go; None: causal."""
         B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # under autocast q is bf16 while the stream is fp32
         heads = lambda t, count: t.view(B, T, count, self.d).transpose(1, 2)  # (B, count, T, d)
         mixed = F.scaled_dot_product_attention(  # scale 1/sqrt(d): d is head_dim, never H/n
             rotate(heads(q, self.n), cos, sin), rotate(heads(k, self.m), cos, sin), heads(v, self.m),
-            is_causal=True, enable_gqa=self.n != self.m)  # (B, n, T, d)
+            attn_mask=mask, is_causal=mask is None, enable_gqa=self.n != self.m)  # (B, n, T, d)
         return q, k, v, mixed.transpose(1, 2).reshape(B, T, self.n * self.d)
 
 
@@ -221,9 +222,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """h (B, T, H) -> the stream after this layer, and its taps: what the losses may align."""
-        q, k, v, o = self.self_attn.mix(self.input_layernorm(h), cos, sin)
+        q, k, v, o = self.self_attn.mix(self.input_layernorm(h), cos, sin, mask)
         h = h + self.self_attn.o_proj(o)
         gate, up, product = self.mlp.mix(self.post_attention_layernorm(h))
         h = h + self.mlp.down_proj(product)
@@ -245,14 +246,15 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, ids: Tensor, taps: bool = False, head: bool = True):
+    def forward(self, ids: Tensor, taps: bool = False, head: bool = True, positions: Tensor | None = None, mask: Tensor | None = None):
         """ids (B, T) int64 -> logits (B, T, V), or with head=False the normed stream (B, T, H) that the head would read.
-        With taps=True a pair: that, and one dict of activations a layer (see Block)."""
+        With taps=True a pair: that, and one dict of activations a layer (see Block).
+        positions (B, T) and mask (B, 1, T, T), True where attention may go, replace 0 .. T-1 and causal attention."""
         h = self.embed_tokens(ids)  # (B, T, H)
-        cos, sin = rope_table(self.rope_freq, ids.shape[1], ids.device)  # (T, d)
+        cos, sin = rope_table(self.rope_freq, torch.arange(ids.shape[1], device=ids.device) if positions is None else positions[:, None])  # (.., T, d)
         tapped = []
         for block in self.layers:
-            h, tap = block(h, cos, sin)
+            h, tap = block(h, cos, sin, mask)
             if taps:
                 tapped.append(tap)
         out = self.norm(h)

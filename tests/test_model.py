@@ -185,7 +185,7 @@ def test_A8_rope_blocks_that_disagree_are_refused_or_read_as_transformers_does()
 
 def test_B1_rope_turns_half_split_pairs():
     freq = rope_frequencies(Config.from_hf(dict(V4, head_dim=4, rope_theta=10000.0, rope_scaling=None)))
-    cos, sin = rope_table(freq, 2, "cpu")
+    cos, sin = rope_table(freq, torch.arange(2))
     turned = rotate(torch.tensor([1.0, 2.0, 3.0, 4.0]), cos[1], sin[1])
     assert torch.allclose(turned, torch.tensor([-1.984111, 1.959901, 2.462378, 4.019800]), rtol=0, atol=1e-6)
 
@@ -193,7 +193,7 @@ def test_B1_rope_turns_half_split_pairs():
 def test_B2_rope_survives_a_cast_of_the_whole_model(originals):
     net = Transformer.from_pretrained(originals / "untied").to(torch.bfloat16)
     angle = torch.arange(2048, dtype=torch.float64)[:, None] * rope_frequencies(net.config).double().repeat(2)
-    for table, exact in zip(rope_table(net.rope_freq, 2048, "cpu"), (angle.cos(), angle.sin())):
+    for table, exact in zip(rope_table(net.rope_freq, torch.arange(2048)), (angle.cos(), angle.sin())):
         assert not torch.equal(table[256].bfloat16(), table[257].bfloat16())
         assert (table - exact).abs().max() < 2e-4 and (table.bfloat16() - exact).abs().max() < 0.004
 

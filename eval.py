@@ -1,0 +1,362 @@
+"""What a model can do: the nine tasks of the papers through lm-eval, and held-out text, for any folder, preset or hub id.
+
+    python eval.py MODEL [MODEL ...] --tasks avg9                    # nine tasks, 0-shot, MathQA outside; needs the hub for the task data
+    python eval.py MODEL --tasks avg9 --offline --local TASKS        # local YAML in TASKS stands in where there is one
+    python eval.py MODEL --tasks hellaswag,my_task --local TASKS     # any lm-eval names, and your own
+    python eval.py MODEL --text stdlib --teacher tiny                # held-out CE, bits per byte, KL and top-1 agreement
+
+The harness asks for log-likelihoods; here the network that answers is our own (Model). Options of one question share its context, so they
+go through the network as one row: the context once, then each option in its own branch, which sees the context and itself.
+Results are written task by task; a task that cannot be loaded is named before any model is, and the others run.
+Metrics: arXiv 2609.02006, 2505.12781. Harness: EleutherAI/lm-evaluation-harness.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("TQDM_DISABLE", "" if sys.stderr.isatty() else "1")  # read when tqdm is imported: no bars in a log file
+
+import torch
+import torch.nn.functional as F
+
+from data import Tokenizer, Tokens, prepare
+from distill import evaluate
+from model import Transformer, tensor_files, widen
+from runs import write_whole
+from teachers import Refusal, read_json, resolve
+
+# task -> its metric in the papers' mean of nine; MathQA is reported outside it
+AVG9 = {"arc_easy": "acc", "arc_challenge": "acc_norm", "logiqa": "acc_norm", "commonsense_qa": "acc", "piqa": "acc", "winogrande": "acc",
+        "boolq": "acc", "sciq": "acc", "mmlu": "acc"}
+OUTSIDE = {"mathqa": "acc_norm"}
+PUBLISHED = (("Llama-3.2-3B-Instruct (teacher)", 66.18), ("Llama 1.5B, plain LRC, 10B tokens", 63.04), ("Llama 1.5B, dense", 65.27),
+             ("Llama 1.5B, core", 65.40), ("Llama 2.7B, plain LRC", 65.55), ("Llama 2.7B, dense", 68.26), ("Qwen 1.7B, plain LRC", 52.99),
+             ("Qwen 1.7B, dense", 59.38), ("Qwen 1.7B, core", 63.44))  # Avg9, arXiv 2609.02006, lm-eval, 0-shot
+
+# --------------------------------------------------------------------------------------- log-likelihoods
+
+
+class Model:
+    """A network that answers lm-eval: log-likelihoods of continuations, and greedy text."""
+
+    def __init__(self, source: str, batch_tokens: int = 4096, device: str | None = None, dtype: str = "auto"):
+        """batch_tokens: padded tokens that go through the network together; dtype: autocast, as in train.py."""
+        self.folder, self.origin = resolve(source)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.device = torch.device(device) if device else accelerator or torch.device("cpu")
+        self.tokenizer = Tokenizer(self.folder)
+        self.net = Transformer.from_pretrained(self.folder, device=str(self.device)).requires_grad_(False)
+        self.batch_tokens, self.max_length = batch_tokens, self.net.config.max_position_embeddings
+        self.dtype = "bfloat16" if dtype == "bfloat16" or dtype == "auto" and self.device.type != "cpu" else "float32"
+        self.truncated = 0
+        config = self.folder / "tokenizer_config.json"
+        named = read_json(config) if config.exists() else {}
+        token = lambda key: self.tokenizer.special.get(named[key]["content"] if isinstance(named.get(key), dict) else named.get(key))
+        self.end = token("eos_token") if token("eos_token") is not None else self.tokenizer.separator
+        first = token("bos_token") if token("bos_token") is not None else self.tokenizer.bos
+        self.prefix = self.end if first is None else first  # stands before a continuation that has no context
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """BOS first where the tokenizer's own post-processor puts one (Llama), never where it does not (Qwen), and never twice."""
+        ids = self.tokenizer.encode(text)
+        if not bos or self.tokenizer.bos is None:
+            return ids
+        written = next(name for name, i in self.tokenizer.special.items() if i == self.tokenizer.bos)
+        return [self.tokenizer.bos, *(self.tokenizer.encode(text[len(written):]) if text.startswith(written) else ids)]
+
+    def fit(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The context, cut from the left so that all but the last token fits: lm-eval's own rule. The continuation is never cut."""
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise Refusal(f"a continuation of {len(continuation)} tokens is longer than the model's {self.max_length} positions")
+        if len(context) > room:
+            if not self.truncated:
+                print(f"{self.origin}: contexts beyond {self.max_length} positions are cut from the left", file=sys.stderr)
+            self.truncated += 1
+        return context[-room:]
+
+    def score(self, pairs: list[tuple[list[int], list[int]]], progress: str = "") -> list[tuple[float, bool]]:
+        """(context, continuation) -> (log-likelihood of the continuation, whether it is the greedy one), in the order given."""
+        rows: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}  # context -> continuation -> where it was asked
+        for i, (context, continuation) in enumerate(pairs):
+            rows.setdefault(tuple(self.fit(context, continuation)), {}).setdefault(tuple(continuation), []).append(i)
+        length = lambda item: len(item[0]) + sum(len(c) - 1 for c in item[1])
+        ordered, found, begun = sorted(rows.items(), key=length, reverse=True), [(0.0, False)] * len(pairs), time.time()
+        done = 0
+        while done < len(ordered):  # longest first: the first batch is the one that may not fit
+            batch = ordered[done:done + max(1, self.batch_tokens // length(ordered[done]))]
+            for where, answer in self.answers(batch):
+                for i in where:
+                    found[i] = answer
+            done += len(batch)
+            if progress and sys.stderr.isatty():
+                left = (time.time() - begun) / done * (len(ordered) - done)
+                print(f"\r{progress}: {done}/{len(ordered)} contexts, at most {left:.0f} s left ", end="" if done < len(ordered) else "\n", file=sys.stderr, flush=True)
+        return found
+
+    @torch.no_grad()
+    def answers(self, batch) -> list[tuple[list[int], tuple[float, bool]]]:
+        """One forward pass over rows of (context, {continuation: where}).
+
+        A row is the context and, after it, each continuation but its last token. A continuation token sits at the position it would have
+        alone, and attends to the context and to its own branch: the logits are those of separate rows, the context is paid for once.
+        """
+        T = max(len(context) + sum(len(c) - 1 for c in continuations) for context, continuations in batch)
+        ids, positions = (torch.zeros(len(batch), T, dtype=torch.long) for _ in range(2))
+        branch = torch.full((len(batch), T), -1)  # -1: padding, 0: context, k: the k-th continuation
+        rows, columns, targets, spans = [], [], [], []  # where to read logits, what should follow there, and whose it is
+        for b, (context, continuations) in enumerate(batch):
+            n = end = len(context)
+            ids[b, :n], positions[b, :n], branch[b, :n] = torch.tensor(context), torch.arange(n), 0
+            for k, (continuation, where) in enumerate(continuations.items(), 1):
+                inner = len(continuation) - 1
+                ids[b, end:end + inner], positions[b, end:end + inner] = torch.tensor(continuation[:-1], dtype=torch.long), n + torch.arange(inner)
+                branch[b, end:end + inner] = k
+                rows += [b] * len(continuation)
+                columns += [n - 1, *range(end, end + inner)]  # the first token follows the context's last
+                targets += continuation
+                spans.append((where, len(continuation)))
+                end += inner
+        mask = None
+        if branch.max() > 0:
+            same = (branch[:, :, None] == branch[:, None]) | (branch[:, None] == 0)  # own branch, or the context
+            mask = (same & torch.ones(T, T, dtype=torch.bool).tril())[:, None].to(self.device)  # (B, 1, T, T)
+        rows, columns, targets = torch.tensor(rows), torch.tensor(columns), torch.tensor(targets)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            x = self.net(ids.to(self.device), head=False, positions=positions.to(self.device), mask=mask)  # (B, T, H)
+            scores, greedy = [], []
+            for part in torch.arange(len(targets)).split(512):  # the head, only where a continuation is
+                z = widen(self.net.lm_head(x[rows[part], columns[part]]))  # (512, V)
+                scores.append(F.log_softmax(z, -1).gather(1, targets[part, None].to(self.device))[:, 0].cpu())
+                greedy.append((z.argmax(-1).cpu() == targets[part]))
+        scores, greedy = torch.cat(scores).split([n for _, n in spans]), torch.cat(greedy).split([n for _, n in spans])
+        return [(where, (s.double().sum().item(), bool(g.all()))) for (where, _), s, g in zip(spans, scores, greedy)]
+
+    @torch.no_grad()
+    def write(self, text: str, until: list[str], count: int) -> str:
+        """Greedy text after `text`, up to the first of `until`, the end token, or `count` tokens. No cache: each token reruns the prefix."""
+        ids = self.encode(text)[-max(1, self.max_length - count):]
+        start, out = len(ids), ""
+        while len(ids) < start + count:
+            x = self.net(torch.tensor([ids], device=self.device), head=False)
+            ids.append(int(self.net.lm_head(x[:, -1]).argmax()))
+            if ids[-1] == self.end:
+                break
+            out = self.tokenizer.decode(ids[start:])
+            if cuts := [out.find(stop) for stop in until if stop and stop in out]:
+                return out[:min(cuts)]
+        return out
+
+
+def harness(model: Model):
+    """The same as an lm-eval LM. Splitting context from continuation, empty contexts and rolling windows are lm-eval's own."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+
+    class Ours(TemplateLM):
+        eot_token_id, prefix_token_id, max_length = model.end, model.prefix, model.max_length
+        tokenizer_name = model.tokenizer.fingerprint
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            return model.encode(string, bos=add_special_tokens is not False)
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
+            return model.score([(context, continuation) for _, context, continuation in requests], "" if disable_tqdm else model.origin)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            totals = []
+            for request in requests:
+                windows = utils.get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), prefix_token=model.prefix,
+                                                          max_seq_len=model.max_length, context_len=1)
+                totals.append(sum(score for score, _ in model.score([utils.make_disjoint_window(window) for window in windows])))
+            return totals
+
+        def generate_until(self, requests, disable_tqdm=False):
+            texts = []
+            for request in requests:
+                text, options = request.args
+                if options.get("do_sample") or options.get("temperature"):
+                    raise Refusal("this model answers greedily; a task that samples cannot be scored here")
+                until = options.get("until") or []
+                texts.append(model.write(text, [until] if isinstance(until, str) else until, options.get("max_gen_toks", 256)))
+            return texts
+
+    return Ours()
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the weights and the config: what was scored, whatever the folder is called."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(tensor_files(folder)):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def find_tasks(names: list[str], local: Path | None) -> tuple[dict[str, list], dict[str, str], dict[str, str], object]:
+    """Task names -> ({name: its lm-eval tasks, loaded}, {name: what stands in for it}, {name: why it cannot be had}, the manager). In folder
+    `local`, NAME.yaml or local_NAME.yaml goes before lm-eval's own NAME."""
+    from lm_eval.tasks import TaskManager
+    loaded, instead, missing = {}, {}, {}
+    own = {p.stem for p in local.rglob("*.yaml")} if local else set()
+    choice = {name: f"local_{name}" if f"local_{name}" in own else name for name in names}
+    manager = TaskManager(include_path=str(local.resolve()) if local else None, include_defaults=not own >= set(choice.values()))  # the defaults take seconds to index
+    for name, chosen in choice.items():
+        try:
+            found = manager.load([chosen])
+            loaded[name] = [found["groups"][chosen]] if chosen in found["groups"] else list(found["tasks"].values())
+            if chosen in own:
+                instead[name] = f"{chosen} ({local})"
+        except Exception as error:  # the libraries raise many unrelated classes: no network, a removed loader, a bad YAML
+            missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return loaded, instead, missing, manager
+
+
+def run_task(lm, name: str, tasks: list, limit: int | None, manager) -> dict:
+    """One task, 0-shot -> its metric (method of the papers for the ten, else acc_norm, acc, or the first there is), standard error, all of lm-eval's figures."""
+    from lm_eval import simple_evaluate
+    begun = time.time()
+    results = simple_evaluate(model=lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False, verbosity="ERROR", task_manager=manager)
+    top = next((task.name for task in tasks if hasattr(task, "get_all_tasks")), None) or tasks[0].task_name
+    figures = {key.removesuffix(",none"): value for key, value in results["results"][top].items() if isinstance(value, float)}
+    values = [key for key in figures if not key.endswith("_stderr")]
+    wanted = AVG9.get(name) or OUTSIDE.get(name)
+    metric = wanted if wanted in values else next((m for m in ("acc_norm", "acc") if m in values), values[0])
+    if wanted and metric != wanted:
+        raise Refusal(f"{name}: no {wanted} among {', '.join(values)}")
+    return dict(metric=metric, value=figures[metric], stderr=figures.get(f"{metric}_stderr"), documents=sum(n["effective"] for n in results["n-samples"].values()),
+                seconds=round(time.time() - begun, 1), version=results["versions"].get(top), all=figures)
+
+
+def mean_of_nine(tasks: dict[str, dict], limit: int | None) -> tuple[str, float, float] | None:
+    """(name, mean, standard error) over the nine. The name says so where it is not the whole of them."""
+    there = [tasks[name] for name in AVG9 if name in tasks and "value" in tasks[name]]
+    if not there:
+        return None
+    n = len(there)
+    name = "Avg9" if n == 9 else f"mean of {n} of nine"
+    name += f", {limit} documents a task" * bool(limit) + ", local data" * any("instead" in row for row in there)
+    return name, sum(row["value"] for row in there) / n, math.sqrt(sum((row["stderr"] or 0.0) ** 2 for row in there)) / n
+
+
+def task_table(reports: list[dict]) -> str:
+    """One row a task, one column a model, in percent ± standard error; the nine's mean; the published means below."""
+    names = list(dict.fromkeys(name for report in reports for name in report["tasks"]))
+    cell = lambda row: "failed" if "value" not in row else f"{100 * row['value']:.2f}" + (f" ± {100 * row['stderr']:.2f}" if row["stderr"] is not None else "")
+    text = ["| task | metric | " + " | ".join(report["model"] for report in reports) + " |", "|---|---|" + "---|" * len(reports)]
+    for name in names:
+        rows = [report["tasks"].get(name, {}) for report in reports]
+        text.append(f"| {name}{' (outside the nine)' if name in OUTSIDE else ''} | {next((r['metric'] for r in rows if 'metric' in r), '')} | " + " | ".join(map(cell, rows)) + " |")
+    means = [mean_of_nine(report["tasks"], report["limit"]) for report in reports]
+    for label in dict.fromkeys(mean[0] for mean in means if mean):
+        text.append(f"| **{label}** | | " + " | ".join(f"**{100 * m[1]:.2f} ± {100 * m[2]:.2f}**" if m and m[0] == label else "" for m in means) + " |")
+    if any(means):
+        text += ["", "Published Avg9 (arXiv 2609.02006, not run here): " + "; ".join(f"{who} {value:.2f}" for who, value in PUBLISHED) + "."]
+    return "\n".join(text)
+
+
+# ----------------------------------------------------------------------------------------- held-out text
+
+
+def text_figures(model: Model, text: str, teacher: Transformer | None, seq_len: int, tokens: int, whole: bool) -> dict[str, float]:
+    """Nats a token, bits a byte (of the text that the scored tokens spell), and against a teacher KL at T = 1 and top-1 agreement."""
+    folder = prepare(text, model.tokenizer, quiet=True)
+    splits = [Tokens(folder, split, seq_len, model.tokenizer) for split in (("val", "train") if whole else ("val",))]
+    windows = [pair for split in splits for pair in split.spread(max(1, tokens // seq_len), max(1, 2048 // seq_len))]
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == "bfloat16"):
+        figures = evaluate(model.net, teacher, windows, real_vocab=model.tokenizer.vocab_size)
+    targets = torch.cat([t.flatten() for _, t in windows]).tolist()
+    special = set(model.tokenizer.special.values())
+    size = sum(len(model.tokenizer.encoding.decode_single_token_bytes(i)) for i in targets if i not in special)
+    return {"tokens": len(targets), "bytes": size} | figures | {"bits_per_byte": figures["val_ce"] * len(targets) / size / math.log(2)}
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, preset or hub id")
+    parser.add_argument("--tasks", default="", help="avg9, or lm-eval task names with commas")
+    parser.add_argument("--local", type=Path, help="folder of task YAML files: NAME.yaml or local_NAME.yaml goes before lm-eval's own")
+    parser.add_argument("--limit", type=int, help="first documents of each task only")
+    parser.add_argument("--text", default="", help="as --data of train.py: held-out CE, bits per byte")
+    parser.add_argument("--teacher", default="", help="with --text: KL and top-1 agreement to this model")
+    parser.add_argument("--whole", action="store_true", help="with --text: all documents, not only the held-out ones")
+    parser.add_argument("--seq-len", type=int, default=1024, help="with --text: tokens a window")
+    parser.add_argument("--tokens", type=int, default=65536, help="with --text: at most so many, evenly spread")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in the network together")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="autocast: auto is bfloat16 on an accelerator, else float32")
+    parser.add_argument("--offline", action="store_true", help="resolve models and task data locally, or fail in seconds")
+    parser.add_argument("--out", type=Path, default=Path("results/eval"), help="folder of one JSON a model (default: results/eval)")
+    args = parser.parse_args(argv)
+    if not args.tasks and not args.text:
+        raise Refusal("nothing to do: give --tasks avg9 (or names), --text FILE, or both")
+    if args.limit is not None and args.limit < 1:
+        raise Refusal(f"--limit {args.limit} is out of range: at least 1")
+    if args.local and not args.local.is_dir():
+        raise Refusal(f"--local {args.local}: no such folder")
+    if args.offline:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    for source in args.models + [args.teacher] * bool(args.teacher):
+        resolve(source)  # a name that does not exist stops here, before the tasks are read
+    loaded, instead, missing, manager = {}, {}, {}, None
+    if args.tasks:
+        names = [*AVG9, *OUTSIDE] if args.tasks == "avg9" else [name for name in args.tasks.split(",") if name]
+        loaded, instead, missing, manager = find_tasks(names, args.local)
+        for name, why in missing.items():
+            print(f"task {name} cannot be had, the others run: {why}", flush=True)
+        for name, what in instead.items():
+            print(f"task {name}: {what} in its place", flush=True)
+        if not loaded:
+            raise Refusal("none of the tasks can be loaded; see above")
+    teacher = Transformer.from_pretrained(args.teacher) if args.teacher else None
+    reports, failed = [], set(missing)
+    for source in args.models:
+        model = Model(source, args.batch_tokens, dtype=args.dtype)
+        report = dict(model=Path(source).name, origin=model.origin, fingerprint=fingerprint(model.folder), tokenizer=model.tokenizer.fingerprint,
+                      bos="none" if model.tokenizer.bos is None else model.tokenizer.decode([model.tokenizer.bos]), prefix=model.tokenizer.decode([model.prefix]),
+                      dtype=model.dtype, batch_tokens=args.batch_tokens, shots=0, limit=args.limit, missing=missing, tasks={},
+                      versions={package: version(package) for package in ("torch", *(("lm_eval", "datasets") if loaded else ()))})
+        print(f"{source}: {model.origin}, fingerprint {report['fingerprint']}, {model.dtype}, BOS {report['bos']}, before an empty context {report['prefix']}", flush=True)
+        keep = lambda: write_whole(args.out / f"{Path(source).name}-{report['fingerprint']}.json", json.dumps(report, indent=2) + "\n")
+        args.out.mkdir(parents=True, exist_ok=True)
+        lm = harness(model) if loaded else None
+        for name, tasks in loaded.items():
+            try:
+                row = run_task(lm, name, tasks, args.limit, manager)
+                print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
+            except Exception as error:  # one task must not take the others with it
+                row, failed = {"failed": f"{type(error).__name__}: {error}"}, failed | {name}
+                print(f"{name}: failed, the others run: {row['failed']}", flush=True)
+            report["tasks"][name] = row | ({"instead": instead[name]} if name in instead else {})
+            keep()
+        if args.text:
+            if teacher is not None:
+                teacher.to(model.device)
+            report["text"] = {"source": args.text} | text_figures(model, args.text, teacher, args.seq_len, args.tokens, args.whole)
+            print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in report["text"].items()), flush=True)
+            keep()
+        reports.append(report)
+    if loaded:
+        print("\n" + task_table(reports))
+    if failed:
+        raise Refusal(f"without {', '.join(sorted(failed))}: see above")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")
