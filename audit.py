@@ -185,7 +185,7 @@ def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path
     for ax, (kind, (_, theirs, ours)) in zip(axes[0], named.items()):
         ax.semilogy(theirs, color="black", label="teacher: s² / Σ s²")
         ax.semilogy(ours, ".", markersize=3, color="tab:blue", label="student: |tᵀW|² / |W|²")
-        ax.set(title=f"{kind}: {100 * (1 - ours.sum()):.1f} % outside", xlabel="left singular vector of W_T, largest first")
+        ax.set(title=f"{kind}: {100 * (1 - ours.sum()):.1f} % outside", xlabel="singular vector of W_T on the d_ff side, largest first")
     axes[0, 0].set(ylabel="share of energy")
     axes[0, 0].legend()
     figure.savefig(picture, dpi=110)

@@ -38,6 +38,7 @@ def test_the_network_knows_no_clone_and_merge_knows_no_loop():
     assert reach("model") == {"teachers"}
     assert reach("core") == {"lrc", "model", "teachers"}
     assert not reach("merge") & {"train", "distill", "data"}
+    assert not (reach("audit") | reach("eval")) & {"train", "reproduce"}
     assert all(name not in reach(name) for name in (p.stem for p in FILES))  # no cycles
 
 
