@@ -8,8 +8,8 @@
     python audit.py spectrum STUDENT --teacher TEACHER --layer 0  # where the student's columns fall along the teacher's singular vectors
     python audit.py neurons STUDENT --teacher TEACHER --cloze FILE    # does masking the teacher's fact neurons hurt the student?
 
-A student is a merged Hugging Face folder: no coordinates are needed. The first three and spectrum read one matrix at a time from disk,
-work in fp64 whatever the checkpoint's dtype, and never make a d_ff x d_ff matrix.
+A student is a merged Hugging Face folder: no coordinates are needed. energy, remove and spectrum read one matrix at a time from
+disk, work in fp64 whatever the checkpoint's dtype, and never make a d_ff x d_ff matrix; remove also loads the two networks, to score them.
 Sources: Train What You Deploy, arXiv 2609.02006; neuron masking: Low-Rank Clone, arXiv 2505.12781.
 """
 from __future__ import annotations
@@ -21,18 +21,19 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import neurons
 import plan
-from core import MLP
 from data import Tokenizer, Tokens, prepare
 from distill import evaluate
-from lrc import DUAL, span
+from lrc import span
 from model import Config, Transformer, tensor_files
+from runs import TOKENIZER_FILES
 from teachers import Refusal, read_json, resolve
 
-KINDS = tuple(name.partition("_")[0] for name in MLP)  # gate, up, down
+KINDS = ("gate", "up", "down")
 
 
 class Weights:
@@ -43,8 +44,16 @@ class Weights:
         self.config = Config.from_hf(read_json(self.folder / "config.json"), str(self.folder / "config.json"))
         self.place = {}
         for file, keys in tensor_files(self.folder).items():
+            keys = keys if keys is not None else self.read(file, lambda opened: list(opened.keys()))
+            self.place |= {key.removeprefix("model."): (file, key) for key in keys}
+
+    @staticmethod
+    def read(file: Path, what):
+        try:
             with safe_open(file, framework="pt") as opened:
-                self.place |= {key.removeprefix("model."): (file, key) for key in (keys if keys is not None else opened.keys())}
+                return what(opened)
+        except (SafetensorError, OSError) as error:
+            raise Refusal(f"{file}: cannot be read as safetensors ({error}); fetch the file again") from None
 
     def mlp(self, layer: int, kind: str) -> Tensor:
         """gate, up (d_ff, width) or down, turned to (d_ff, width) too: its row space is what is inherited."""
@@ -52,19 +61,21 @@ class Weights:
         if name not in self.place:
             raise Refusal(f"{self.folder}: tensor {name} is missing")
         file, key = self.place[name]
-        with safe_open(file, framework="pt") as opened:
-            W = opened.get_tensor(key).double()
+        W = self.read(file, lambda opened: opened.get_tensor(key)).double()
         if not torch.isfinite(W).all():
             raise Refusal(f"{self.folder}: {name} holds NaN or infinity")
-        return W.T if name.endswith(DUAL) else W
+        return W.T if kind == "down" else W
 
 
-def pair(teacher: str, student: str) -> tuple[Weights, Weights]:
+def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weights]:
+    """Both checkpoints, still on disk. With `text` they must read the same tokens too."""
     theirs, ours = Weights(teacher), Weights(student)
     shapes = [(c.num_hidden_layers, c.intermediate_size) for c in (theirs.config, ours.config)]
     if shapes[0] != shapes[1]:
         raise Refusal(f"{ours.folder}: {shapes[1][0]} layers of d_ff {shapes[1][1]}, the teacher has {shapes[0][0]} of {shapes[0][1]}: "
                       "not a student that inherits its MLP")
+    if text and Tokenizer(theirs.folder).fingerprint != Tokenizer(ours.folder).fingerprint:
+        raise Refusal(f"{student} and {teacher} have different tokenizers: one text is not the same tokens to both")
     return theirs, ours
 
 
@@ -192,186 +203,124 @@ def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path
     plt.close(figure)
 
 
-# ---------------------------------------------------------------------------------------------- neurons
+# ----------------------------------------------------------------------------------------- the commands
 
 
-def read_cloze(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """{"prompt": ..., "answer": ...} a line -> token ids of both."""
-    from json import JSONDecodeError, loads
-    questions = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = loads(line)
-            prompt, whole = (tokenizer.encode(text) for text in (row["prompt"], row["prompt"] + row["answer"]))
-        except (JSONDecodeError, KeyError, TypeError):
-            raise Refusal(f'{path}, line {number}: write {{"prompt": "The capital of France is", "answer": " Paris"}}') from None
-        if not prompt or whole[:len(prompt)] != prompt or len(whole) == len(prompt):
-            raise Refusal(f"{path}, line {number}: the prompt must end where a token ends (give the answer its leading space)")
-        questions.append((prompt, whole[len(prompt):]))
-    if not questions:
-        raise Refusal(f"{path}: no question in it")
-    return questions
-
-
-@torch.no_grad()
-def answers(net: Transformer, questions) -> Tensor:
-    """Right or wrong (n,) bool: every token of the answer is the network's first choice."""
-    right = []
-    for prompt, answer in questions:
-        z = net(torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1:]  # (len(answer), V)
-        right.append(z.argmax(-1).tolist() == answer)
-    return torch.tensor(right)
-
-
-@torch.no_grad()
-def activity(net: Transformer, questions) -> Tensor:
-    """(layers, d_ff): mean |silu(gate) * up| at the last token of the prompts, where the answer is about to be said."""
-    total = 0.0
-    for prompt, _ in questions:
-        _, taps = net(torch.tensor([prompt]), taps=True, head=False)
-        total = total + torch.stack([(torch.nn.functional.silu(tap["gate"][0, -1]) * tap["up"][0, -1]).abs() for tap in taps])
-    return total / len(questions)
-
-
-@torch.no_grad()
-def masked(net: Transformer, questions, neurons: Tensor) -> Tensor:
-    """answers() with these neurons (flat indices into (layers, d_ff)) silenced: their columns of down_proj at 0."""
-    d_ff, kept = net.config.intermediate_size, {}
-    for layer in neurons.div(d_ff, rounding_mode="floor").unique().tolist():
-        w = net.layers[layer].mlp.down_proj.weight
-        kept[layer] = w.clone()
-        w[:, neurons[neurons.div(d_ff, rounding_mode="floor") == layer] % d_ff] = 0
-    right = answers(net, questions)
-    for layer, w in kept.items():
-        net.layers[layer].mlp.down_proj.weight.copy_(w)
-    return right
-
-
-def wilson(right: Tensor) -> str:
-    """Share right and its 95 % interval (Wilson's score)."""
-    n, p, z = len(right), right.double().mean().item(), 1.96
-    middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return f"{p:.3f} [{middle - half:.3f}, {middle + half:.3f}]"
-
-
-def neurons(teacher: Transformer, student: Transformer, questions, k: int, draws: int, seed: int = 0) -> str:
-    """The table of the masking experiment. The sources define neither scope nor score; here:
-
-    neurons are ranked over the whole network by their mean activity in the *teacher* on all questions; masked at the same (layer, index) in
-    both models; score: share of questions whose whole answer is the first choice, token by token. Random sets: `draws` of them, from all
-    neurons outside the top k, mean ± standard deviation over draws.
-    """
-    order = activity(teacher, questions).flatten().argsort(descending=True)
-    generator = torch.Generator().manual_seed(seed)
-    sets = [order[k:][torch.randperm(len(order) - k, generator=generator)[:k]] for _ in range(draws)]
-    text = [f"{'':<10}{'unmasked':>24}{f'top {k}':>24}{f'least active {k}':>24}{f'random {k}, {draws} draws':>28}"]
-    for who, net in (("teacher", teacher), ("student", student)):
-        shares = torch.stack([masked(net, questions, chosen).double().mean() for chosen in sets])
-        cells = [wilson(answers(net, questions)), wilson(masked(net, questions, order[:k])), wilson(masked(net, questions, order[-k:]))]
-        text.append(f"{who:<10}" + "".join(f"{cell:>24}" for cell in cells) + f"{shares.mean():>18.3f} ± {shares.std():.3f}")
-    return "\n".join(text)
-
-
-# ------------------------------------------------------------------------------------------ the command
-
-
-def held_out_text(text: str, folder: Path, seq_len: int, tokens: int):
-    """(tokenizer, a fresh iterator of held-out windows (ids, targets) at each call)."""
+def held_out_text(args, folder: Path, config: Config):
+    """(tokenizer, a function that starts over the held-out windows (ids, targets) of --text)."""
+    if not 1 <= args.seq_len <= config.max_position_embeddings or args.tokens < 1:
+        raise Refusal(f"--seq-len {args.seq_len}, --tokens {args.tokens}: at least 1, and a window within the model's {config.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
-    held = Tokens(prepare(text, tokenizer, quiet=True), "val", seq_len, tokenizer)
-    return tokenizer, lambda: held.spread(max(1, tokens // seq_len), max(1, 2048 // seq_len))
+    held = Tokens(prepare(args.text, tokenizer, quiet=True), "val", args.seq_len, tokenizer)
+    return tokenizer, lambda: held.spread(max(1, args.tokens // args.seq_len), max(1, 2048 // args.seq_len))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name: str, help: str, student: str | None = None, text: bool = False):
-        p = commands.add_parser(name, help=help)
-        p.add_argument("student", nargs=student, help="folder of a merged student")
-        p.add_argument("--teacher", default="tiny", help="preset, hub id or folder (default: tiny)")
-        if text:
-            p.add_argument("--text", default="stdlib", help="as --data of train.py; its held-out documents are read (default: stdlib)")
-            p.add_argument("--seq-len", type=int, default=128)
-            p.add_argument("--tokens", type=int, default=32768)
-        return p
-    command("reach", "what plain LRC deploys and cannot train, from configs alone", "?").add_argument("--width", type=int, help="student width, without a folder")
-    command("energy", "share of each MLP matrix outside the teacher's span")
-    p = command("remove", "the student without its complement: scored, and written with --out", text=True)
-    p.add_argument("--layers", nargs="+", default=["all"], help="all, 3 or 0-2; several are scored one after another (default: all)")
-    p.add_argument("--matrices", default=",".join(KINDS), help="of gate,up,down (default: the three together)")
-    p.add_argument("--scale", type=float, default=0.0, help="what the complement is multiplied with: 0 removes it, 1 is the identity pass")
-    p.add_argument("--out", type=Path, help="folder to write the ablated model to (one --layers)")
-    command("rank", "effective rank of the hidden states by layer, teacher and student", text=True)
-    p = command("spectrum", "the student's columns along the teacher's singular vectors")
-    p.add_argument("--layer", type=int, default=0)
-    p.add_argument("--picture", type=Path)
-    p = command("neurons", "mask the teacher's most active neurons on factual questions, in both models")
-    p.add_argument("--cloze", required=True, help='.jsonl of {"prompt": ..., "answer": ...}')
-    p.add_argument("--k", type=int, default=50)
-    p.add_argument("--draws", type=int, default=20)
-    args = parser.parse_args(argv)
-    load = Transformer.from_pretrained
-
-    if args.command == "reach":
-        theirs = plan.shape_of(args.teacher, None)
-        if args.student is None and not args.width:
-            raise Refusal("reach: name a student's folder or give --width")
-        ours = plan.shape_of(args.student, None) if args.student else theirs.at_width(args.width)
-        print(show_reach(theirs, ours))
-    elif args.command == "energy":
-        print(show_energy(energy(args.teacher, args.student)))
-    elif args.command == "remove":
-        remove(args)
-    elif args.command == "rank":
-        theirs, ours = load(args.teacher), load(args.student)
-        _, windows = held_out_text(args.text, resolve(args.teacher)[0], args.seq_len, args.tokens)
-        print(f"{'layer':<8}{'teacher':>10}{'centred':>10}{'student':>10}{'centred':>10}")
-        for layer, rows in enumerate(zip(*(effective_ranks(net, windows()) for net in (theirs, ours)), strict=True)):
-            print(f"{layer:<8}" + "".join(f"{value:>10.2f}" for row in rows for value in row))
-    elif args.command == "spectrum":
-        theirs, ours = pair(args.teacher, args.student)
-        layer = layer_range(str(args.layer), ours.config.num_hidden_layers)[0]
-        named = {kind: spectrum(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for kind in KINDS}
-        print(f"layer {layer}, share of energy in the top singular directions of W_T\n{'':<16}" + "".join(f"{share:>9}" for share in ("1/16", "1/4", "1/2", "all")))
-        for kind, (s, *shares) in named.items():
-            for who, share in zip(("teacher", "student"), shares):
-                print(f"{kind + ', ' + who:<16}" + "".join(f"{share[:max(1, len(s) * part // 16)].sum():>9.3f}" for part in (1, 4, 8, 16)))
-        if args.picture:
-            draw_spectrum(named, args.picture)
-    else:
-        theirs, ours = load(args.teacher), load(args.student)
-        pair(args.teacher, args.student)
-        print(neurons(theirs, ours, read_cloze(args.cloze, Tokenizer(resolve(args.teacher)[0])), args.k, args.draws))
+def reach_command(args) -> None:
+    theirs = plan.shape_of(args.teacher, None)
+    if (args.student is None) == (args.width is None):
+        raise Refusal("reach: name a student's folder, or give --width")
+    if args.width is not None:
+        plan.check_width(theirs, args.width)
+    print(show_reach(theirs, plan.shape_of(args.student, None) if args.student else theirs.at_width(args.width)))
 
 
-def remove(args) -> None:
+def energy_command(args) -> None:
+    print(show_energy(energy(args.teacher, args.student)))
+
+
+def remove_command(args) -> None:
+    theirs, ours = pair(args.teacher, args.student, text=True)
     kinds = tuple(args.matrices.split(","))
+    ranges = {text: layer_range(text, ours.config.num_hidden_layers) for text in args.layers}
     if not set(kinds) <= set(KINDS):
         raise Refusal(f"--matrices {args.matrices}: of gate, up, down, with commas")
-    if args.out and len(args.layers) > 1:
-        raise Refusal("--out takes one --layers")
-    folder, _ = resolve(args.student)
-    count = Config.from_hf(read_json(folder / "config.json")).num_hidden_layers
-    ranges = {text: layer_range(text, count) for text in args.layers}
-    if args.out and args.out.exists():
-        raise Refusal(f"{args.out}: exists; choose another --out")
-    tokenizer, windows = held_out_text(args.text, folder, args.seq_len, args.tokens)
-    teacher = Transformer.from_pretrained(args.teacher)
+    if not math.isfinite(args.scale):
+        raise Refusal(f"--scale {args.scale}: a number; 0 removes the complement, 1 keeps it")
+    if args.out and (len(ranges) > 1 or args.out.exists()):
+        raise Refusal(f"--out {args.out}: exists, or is asked for with more than one --layers")
+    tokenizer, windows = held_out_text(args, ours.folder, ours.config)
+    teacher = Transformer.from_pretrained(theirs.folder)
     print(f"{'':<28}{'CE':>9}{'KL to teacher':>15}{'top-1':>8}")
 
     def line(name: str, net: Transformer) -> None:
         figures = evaluate(net, teacher, windows(), real_vocab=tokenizer.vocab_size)
         print(f"{name:<28}{figures['val_ce']:>9.4f}{figures['val_kl']:>15.4f}{figures['val_top1']:>8.4f}", flush=True)
-    line("student", Transformer.from_pretrained(folder))
+    line("student", Transformer.from_pretrained(ours.folder))
     for text, layers in ranges.items():
         net = ablate(args.teacher, args.student, layers, kinds, args.scale)
         line(f"{'+'.join(kinds)}, layers {text}", net)
-        if args.out:
-            net.save_pretrained(args.out)
-            for file in folder.iterdir():
-                if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
-                    shutil.copyfile(file, args.out / file.name)
+    if args.out:
+        net.save_pretrained(args.out)
+        for name in TOKENIZER_FILES:
+            if (ours.folder / name).exists():
+                shutil.copyfile(ours.folder / name, args.out / name)
+
+
+def rank_command(args) -> None:
+    theirs, ours = pair(args.teacher, args.student, text=True)
+    _, windows = held_out_text(args, theirs.folder, ours.config)
+    ranks = [effective_ranks(Transformer.from_pretrained(one.folder), windows()) for one in (theirs, ours)]
+    print(f"{'layer':<8}{'teacher':>10}{'centred':>10}{'student':>10}{'centred':>10}")
+    for layer, rows in enumerate(zip(*ranks)):
+        print(f"{layer:<8}" + "".join(f"{value:>10.2f}" for row in rows for value in row))
+
+
+def spectrum_command(args) -> None:
+    theirs, ours = pair(args.teacher, args.student)
+    layer = layer_range(str(args.layer), ours.config.num_hidden_layers)[0]
+    named = {kind: spectrum(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for kind in KINDS}
+    print(f"layer {layer}, share of energy in the top singular directions of W_T\n{'':<16}" + "".join(f"{share:>9}" for share in ("1/16", "1/4", "1/2", "all")))
+    for kind, (s, *shares) in named.items():
+        for who, share in zip(("teacher", "student"), shares):
+            print(f"{kind + ', ' + who:<16}" + "".join(f"{share[:max(1, len(s) * part // 16)].sum():>9.3f}" for part in (1, 4, 8, 16)))
+    if args.picture:
+        draw_spectrum(named, args.picture)
+
+
+def neurons_command(args) -> None:
+    theirs, ours = pair(args.teacher, args.student, text=True)
+    most = ours.config.num_hidden_layers * ours.config.intermediate_size // 2
+    if not 1 <= args.k <= most or args.draws < 2:
+        raise Refusal(f"--k {args.k}, --draws {args.draws}: 1 to {most} neurons (half of all), and at least 2 draws")
+    questions = neurons.read_cloze(args.cloze, Tokenizer(theirs.folder))
+    print(neurons.table(*(Transformer.from_pretrained(one.folder) for one in (theirs, ours)), questions, args.k, args.draws))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+
+    def command(run, help: str, student: str | None = None, text: bool = False):
+        p = commands.add_parser(run.__name__.removesuffix("_command"), help=help)
+        p.set_defaults(run=run)
+        p.add_argument("student", nargs=student, help="folder of a merged student")
+        p.add_argument("--teacher", default="tiny", help="preset, hub id or folder (default: tiny)")
+        if text:
+            p.add_argument("--text", default="stdlib", help="as --data of train.py; its held-out documents are read (default: stdlib)")
+            p.add_argument("--seq-len", type=int, default=128, help="tokens a window (default: 128)")
+            p.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
+        return p
+    command(reach_command, "what plain LRC deploys and cannot train, from configs alone", "?").add_argument("--width", type=int, help="student width, without a folder")
+    command(energy_command, "share of each MLP matrix outside the teacher's span")
+    p = command(remove_command, "the student without its complement: scored, and written with --out", text=True)
+    p.add_argument("--layers", nargs="+", default=["all"], help="all, 3 or 0-2; several are scored one after another (default: all)")
+    p.add_argument("--matrices", default=",".join(KINDS), help="of gate,up,down (default: the three together)")
+    p.add_argument("--scale", type=float, default=0.0, help="what the complement is multiplied with: 0 removes it, 1 is the identity pass")
+    p.add_argument("--out", type=Path, help="folder to write the ablated model to (one --layers)")
+    command(rank_command, "effective rank of the hidden states by layer, teacher and student", text=True)
+    p = command(spectrum_command, "the student's columns along the teacher's singular vectors")
+    p.add_argument("--layer", type=int, default=0)
+    p.add_argument("--picture", type=Path, help="file to draw it to (.png, .svg)")
+    p = command(neurons_command, "mask the teacher's most active neurons on factual questions, in both models")
+    p.add_argument("--cloze", required=True, help='.jsonl of {"prompt": ..., "answer": ...}')
+    p.add_argument("--k", type=int, default=50, help="neurons to mask (default: 50)")
+    p.add_argument("--draws", type=int, default=20, help="random sets (default: 20)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
+    args.run(args)
 
 
 if __name__ == "__main__":

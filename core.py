@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lrc import Clone, Slice
+from lrc import Clone, Plain
 
 MODES = ("lrc", "dense", "core", "random", "slice")
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -50,13 +50,13 @@ def directions(mode: str, T: Tensor, generator: torch.Generator) -> Tensor:
     return T @ (A / A.norm(dim=0))  # T A, A (k, out - k) with unit columns
 
 
-class Opened(Slice):
+class Opened(Plain):
     """W = T Z^T + C Zc^T: the slice, and a second path along C that starts at zero."""
 
-    def __init__(self, slice: Slice, C: Tensor):
-        nn.Module.__init__(self)  # not Slice's: the span is there already, and finding it again costs an eigenproblem
-        self.dual, self.Z = slice.dual, slice.Z
-        self.register_buffer("T", slice.T, persistent=False)                # (out, k)
+    def __init__(self, plain: Plain, C: Tensor):
+        nn.Module.__init__(self)  # not Plain's: the span is there already, and finding it again costs an eigenproblem
+        self.dual, self.Z = plain.dual, plain.Z
+        self.register_buffer("T", plain.T, persistent=False)                # (out, k)
         self.register_buffer("C", C, persistent=False)                      # (out, out - k)
         self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), C.shape[1]))   # (r, out - k)
 

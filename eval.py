@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from data import Tokenizer, Tokens, prepare
-from distill import evaluate
+from distill import IGNORE, evaluate
 from model import Transformer, tensor_files, widen
 from runs import write_whole
 from teachers import Refusal, read_json, resolve
@@ -271,12 +271,14 @@ def task_table(reports: list[dict]) -> str:
 
 def text_figures(model: Model, text: str, teacher: Transformer | None, seq_len: int, tokens: int, whole: bool) -> dict[str, float]:
     """Nats a token, bits a byte (of the text that the scored tokens spell), and against a teacher KL at T = 1 and top-1 agreement."""
+    if not 1 <= seq_len <= model.max_length:
+        raise Refusal(f"--seq-len {seq_len} is out of range: 1 to {model.origin}'s {model.max_length} positions")
     folder = prepare(text, model.tokenizer, quiet=True)
     splits = [Tokens(folder, split, seq_len, model.tokenizer) for split in (("val", "train") if whole else ("val",))]
     windows = [pair for split in splits for pair in split.spread(max(1, tokens // seq_len), max(1, 2048 // seq_len))]
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == "bfloat16"):
         figures = evaluate(model.net, teacher, windows, real_vocab=model.tokenizer.vocab_size)
-    targets = torch.cat([t.flatten() for _, t in windows]).tolist()
+    targets = [i for _, t in windows for i in t.flatten().tolist() if i != IGNORE]
     special = set(model.tokenizer.special.values())
     size = sum(len(model.tokenizer.encoding.decode_single_token_bytes(i)) for i in targets if i not in special)
     return {"tokens": len(targets), "bytes": size} | figures | {"bits_per_byte": figures["val_ce"] * len(targets) / size / math.log(2)}
@@ -285,7 +287,7 @@ def text_figures(model: Model, text: str, teacher: Transformer | None, seq_len: 
 # ------------------------------------------------------------------------------------------- the command
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, preset or hub id")
     parser.add_argument("--tasks", default="", help="avg9, or lm-eval task names with commas")
@@ -300,17 +302,51 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="autocast: auto is bfloat16 on an accelerator, else float32")
     parser.add_argument("--offline", action="store_true", help="resolve models and task data locally, or fail in seconds")
     parser.add_argument("--out", type=Path, default=Path("results/eval"), help="folder of one JSON a model (default: results/eval)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def check(args) -> None:
+    """What can be refused before anything is loaded."""
     if not args.tasks and not args.text:
         raise Refusal("nothing to do: give --tasks avg9 (or names), --text FILE, or both")
-    if args.limit is not None and args.limit < 1:
-        raise Refusal(f"--limit {args.limit} is out of range: at least 1")
+    for name in ("limit", "tokens", "batch_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: at least 1")
     if args.local and not args.local.is_dir():
         raise Refusal(f"--local {args.local}: no such folder")
+    if args.teacher and not args.text:
+        raise Refusal("--teacher would have no effect without --text")
+    for source in args.models:
+        folder, _ = resolve(source)
+        if args.teacher and Tokenizer(folder).fingerprint != Tokenizer(resolve(args.teacher)[0]).fingerprint:
+            raise Refusal(f"{source} and {args.teacher} have different tokenizers: their logits cannot be compared")
+
+
+class Report:
+    """What is known of one model, in one JSON file: rewritten whole after each task, and taken up again by a later command."""
+
+    def __init__(self, source: str, model: Model, args, missing: dict[str, str], packages: tuple[str, ...]):
+        conditions = dict(dtype=model.dtype, batch_tokens=args.batch_tokens, shots=0, limit=args.limit)
+        self.data = dict(model=Path(source).name, origin=model.origin, fingerprint=fingerprint(model.folder), tokenizer=model.tokenizer.fingerprint,
+                         bos="none" if model.tokenizer.bos is None else model.tokenizer.decode([model.tokenizer.bos]), prefix=model.tokenizer.decode([model.prefix]),
+                         **conditions, versions={package: version(package) for package in packages}, missing=missing, tasks={})
+        limit = f"-limit{args.limit}" if args.limit else ""
+        self.file = args.out / f"{Path(source).name}-{self.data['fingerprint']}-{model.dtype}{limit}.json"
+        args.out.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():  # same weights, dtype and limit: other tasks, or the text, of an earlier command stay
+            before = read_json(self.file)
+            self.data |= {"tasks": before.get("tasks", {})} | ({"text": before["text"]} if "text" in before else {})
+
+    def keep(self, part: str, value: dict) -> None:
+        self.data[part] = value
+        write_whole(self.file, json.dumps(self.data, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
     if args.offline:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    for source in args.models + [args.teacher] * bool(args.teacher):
-        resolve(source)  # a name that does not exist stops here, before the tasks are read
+    check(args)
     loaded, instead, missing, manager = {}, {}, {}, None
     if args.tasks:
         names = [*AVG9, *OUTSIDE] if args.tasks == "avg9" else [name for name in args.tasks.split(",") if name]
@@ -321,34 +357,25 @@ def main(argv: list[str] | None = None) -> None:
             print(f"task {name}: {what} in its place", flush=True)
         if not loaded:
             raise Refusal("none of the tasks can be loaded; see above")
-    teacher = Transformer.from_pretrained(args.teacher) if args.teacher else None
     reports, failed = [], set(missing)
     for source in args.models:
         model = Model(source, args.batch_tokens, dtype=args.dtype)
-        report = dict(model=Path(source).name, origin=model.origin, fingerprint=fingerprint(model.folder), tokenizer=model.tokenizer.fingerprint,
-                      bos="none" if model.tokenizer.bos is None else model.tokenizer.decode([model.tokenizer.bos]), prefix=model.tokenizer.decode([model.prefix]),
-                      dtype=model.dtype, batch_tokens=args.batch_tokens, shots=0, limit=args.limit, missing=missing, tasks={},
-                      versions={package: version(package) for package in ("torch", *(("lm_eval", "datasets") if loaded else ()))})
-        print(f"{source}: {model.origin}, fingerprint {report['fingerprint']}, {model.dtype}, BOS {report['bos']}, before an empty context {report['prefix']}", flush=True)
-        keep = lambda: write_whole(args.out / f"{Path(source).name}-{report['fingerprint']}.json", json.dumps(report, indent=2) + "\n")
-        args.out.mkdir(parents=True, exist_ok=True)
-        lm = harness(model) if loaded else None
+        report = Report(source, model, args, missing, ("torch", "lm_eval", "datasets") if loaded else ("torch",))
+        print("{origin}: fingerprint {fingerprint}, {dtype}, BOS {bos}, before an empty context {prefix}".format(**report.data), flush=True)
         for name, tasks in loaded.items():
             try:
-                row = run_task(lm, name, tasks, args.limit, manager)
+                row = run_task(harness(model), name, tasks, args.limit, manager)
                 print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
             except Exception as error:  # one task must not take the others with it
                 row, failed = {"failed": f"{type(error).__name__}: {error}"}, failed | {name}
                 print(f"{name}: failed, the others run: {row['failed']}", flush=True)
-            report["tasks"][name] = row | ({"instead": instead[name]} if name in instead else {})
-            keep()
+            report.keep("tasks", report.data["tasks"] | {name: row | ({"instead": instead[name]} if name in instead else {})})
         if args.text:
-            if teacher is not None:
-                teacher.to(model.device)
-            report["text"] = {"source": args.text} | text_figures(model, args.text, teacher, args.seq_len, args.tokens, args.whole)
-            print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in report["text"].items()), flush=True)
-            keep()
-        reports.append(report)
+            teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
+            figures = text_figures(model, args.text, teacher, args.seq_len, args.tokens, args.whole)
+            report.keep("text", {"source": args.text, "seq_len": args.seq_len, "teacher": args.teacher} | figures)
+            print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()), flush=True)
+        reports.append(report.data)
     if loaded:
         print("\n" + task_table(reports))
     if failed:

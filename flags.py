@@ -80,6 +80,8 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
                               f"({stored.get(f.name, f.default)}); a resumed run keeps its flags")
         args = again
     check(args)
+    if not args.resume:
+        check_effect(args)
     preset = PRESETS.get(args.teacher, {})
     args.width = args.width or preset.get("width", 0)
     args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
@@ -93,6 +95,21 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     if args.stage == "distill" and not terms(args):
         raise Refusal("every term of the objective is left out or has weight 0 (--without, --w-kl, --w-ce, --w-align): nothing would be trained")
     return args
+
+
+OF_DISTILLATION = {"mode", "recipe", "without", "init", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden"}
+
+
+def check_effect(args: Args) -> None:
+    """Refuse a flag that this run would ignore: its author believes that it does something."""
+    inert = {name: f"--stage {args.stage} has no teacher to follow" for name in OF_DISTILLATION} if args.stage != "distill" else {}
+    if args.stage == "distill" and args.mode == "scratch":
+        inert |= {name: "--mode scratch inherits and aligns nothing" for name in ("init", "coordinates", "attention", "hidden", "w_align")}
+    if args.stage == "distill" and args.mode != "scratch" and args.recipe == "gpd":
+        inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
+    for f in fields(Args):
+        if f.name in inert and getattr(args, f.name) != f.default:
+            raise Refusal(f"--{f.name.replace('_', '-')} {getattr(args, f.name)} would have no effect: {inert[f.name]}; leave it out")
 
 
 def terms(args: Args) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ LRC's own code trains P. Z reaches the same matrices with an orthonormal T in be
 size in W; AdamW takes another path in it, and there are fewer numbers (for k_proj r * m*d, not r * H). `--coordinates teacher`
 trains P: the same equation with W_T itself in the place of T, and P^T in that of Z.
 
-The order of this file: the span (Slice), the student and its coordinates (Clone), the calibrated start (calibrate), random starts.
+The order of this file: the span (Plain), the student and its coordinates (Clone), the calibrated start (calibrate), random starts.
 Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fix_signs(vectors: Tensor) -> Tensor:
     return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
-class Slice(nn.Module):
+class Plain(nn.Module):
     """W = T Z^T, all that plain LRC can reach; `dual` matrices are treated as their transpose."""
 
     def __init__(self, teacher_weight: Tensor, W: Tensor, dual: bool, coordinates: str = "span"):
@@ -137,11 +137,11 @@ def blank_student(teacher: Transformer, width: int) -> Transformer:
     return student.eval()
 
 
-def slices(teacher: Transformer, student: Transformer, coordinates: str = "span", opened: tuple[str, ...] = ()) -> dict[str, Slice]:
-    """A Slice for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are.
+def plain_maps(teacher: Transformer, student: Transformer, coordinates: str = "span", opened: tuple[str, ...] = ()) -> dict[str, Plain]:
+    """A Plain map for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are.
     Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
     theirs = dict(teacher.named_parameters())
-    return {name: Slice(theirs[name], w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
+    return {name: Plain(theirs[name], w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
             for name, w in student.named_parameters() if w.dim() == 2}
 
 

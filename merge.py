@@ -73,6 +73,7 @@ def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
     train = [r for r in rows if "loss" in r and r["step"] <= state["step"]]
     held = [r for r in rows if "val_ce" in r and r["step"] <= state["step"]]
     lines = [("stage", args["stage"]), ("teacher", record["teacher"]), ("mode", args["mode"] if args["stage"] == "distill" else "-"),
+             *((name, args[name]) for name in ("recipe", "without", "init", "coordinates") if args["stage"] == "distill" and args.get(name)),
              ("width", f"{student.config.hidden_size}"), ("parameters", f"{sum(p.numel() for p in student.parameters()):,}"),
              ("steps", f"{state['step']:,}"), ("tokens", f"{state['tokens']:,}"),
              ("data", f"{record['data']['source']} (fingerprint {record['data']['fingerprint']})"),

@@ -58,7 +58,7 @@ def lock(run: Path):
     except ImportError:  # Windows has no flock
         pass
     except OSError:
-        raise Refusal(f"{run}: another process is training in this folder; choose another --out") from None
+        raise Refusal(f"{run}: another process is at work in this folder; wait for it or choose another --out") from None
     return file
 
 
@@ -236,9 +236,9 @@ def compare(folders: list[Path]) -> str:
             raise Refusal(f"{run}: not a finished distillation ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
         shared = {k: v for k, v in args.items() if k not in FREE_TO_DIFFER} | {"data": record["data"]["fingerprint"]}
         first = first or (run, shared)
-        for name in shared:
-            if shared[name] != first[1][name]:
-                raise Refusal(f"{run} and {first[0]} differ in {name}: {shared[name]} and {first[1][name]}; compare like with like")
+        for name in sorted(shared.keys() | first[1].keys()):  # a run from before a flag existed does not hold it
+            if shared.get(name) != first[1].get(name):
+                raise Refusal(f"{run} and {first[0]} differ in {name}: {shared.get(name)} and {first[1].get(name)}; compare like with like")
         seeds = ends.setdefault((args["width"], args["mode"]), {})
         if args["seed"] in seeds:
             raise Refusal(f"{run}: a second run of mode {args['mode']}, width {args['width']}, seed {args['seed']}")

@@ -82,7 +82,7 @@ def find_place(args: Args) -> Place:
 
 
 def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
-    """The clone at step 0. `calibration` is None when a checkpoint will fill it: only its spans are then made."""
+    """The clone at step 0; in a resumed run only its spans are made, the checkpoint fills it. `calibration`: (ids, targets), for a calibrated start."""
     if args.stage != "distill":  # every weight is its own coordinate
         student = Transformer(shape) if args.stage == "pretrain" else Transformer.from_pretrained(folder)
         if args.stage == "pretrain":
@@ -94,11 +94,9 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
         return lrc.Clone(student.to(place.device))
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
-    if calibration is not None and args.init == "calibrated":
-        frame = lrc.calibrate(teacher, student, *calibration, place.say)
-    elif calibration is not None:
-        frame = lrc.random_start(teacher, student, args.init, args.seed)
-    maps = lrc.slices(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
+    if not args.resume:
+        frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
+    maps = lrc.plain_maps(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
     return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed)
 
 
@@ -132,7 +130,10 @@ def training_state(clone: lrc.Clone, optimizer: torch.optim.AdamW) -> dict[str, 
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.AdamW) -> int:
     """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(Path(args.out))
-    runs.restore(f"{args.out}/checkpoint", training_state(clone, optimizer), runs.read_tensors(folder / "state.safetensors"))
+    tensors = runs.read_tensors(folder / "state.safetensors")
+    if any(name.endswith(".Zp") for name in tensors):
+        raise Refusal(f"{args.out}: begun before Zp was renamed to Zc; finish it with the code it began with (git_commit in its config.json)")
+    runs.restore(f"{args.out}/checkpoint", training_state(clone, optimizer), tensors)
     clone.deploy()
     deployed = runs.read_tensors(folder / "student.safetensors")
     for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
@@ -229,7 +230,8 @@ def main(argv: list[str] | None = None) -> None:
         runs.same(run, identity)
 
     with runs.lock(run) if place.rank == 0 else contextlib.nullcontext():
-        calibration = None if args.resume else [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))]
+        calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
+        calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))

@@ -11,6 +11,7 @@ from conftest import SHAPE, random_net
 from safetensors.torch import load_file
 
 import audit
+import neurons
 import plan
 from model import Config, Transformer
 from teachers import PRESETS, Refusal
@@ -64,8 +65,9 @@ def test_reach_of_a_pruned_student_says_no_gap(tmp_path, capsys):
     audit.main(["reach", pruned, "--teacher", teacher])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
     assert "no gap: not W_T P" in rows["gate"] and "25.0%" in rows["q"]  # 24 of 32
-    with pytest.raises(Refusal, match="--width"):
-        audit.main(["reach", "--teacher", teacher])
+    for bad in ([], ["--width", "-1"], ["--width", "25"], [pruned, "--width", "12"]):
+        with pytest.raises(Refusal, match="--width"):
+            audit.main(["reach", *bad, "--teacher", teacher])
 
 
 # --------------------------------------------------------------------------------------- energy, remove
@@ -145,7 +147,8 @@ def test_the_remove_command_scores_and_writes_a_folder(tmp_path, monkeypatch, ca
     train(clone, teacher, ids)
     folders = saved("teacher", teacher), saved("student", clone.student)
     for folder in folders:
-        shutil.copy(ROOT / "tiny" / "tokenizer.json", folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "tiny" / name, folder)
     Path("text.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": f"def f{i}(x):\n    return x * {i}\n" * 4}) + "\n" for i in range(200)))
     text = ["--text", "text.jsonl", "--seq-len", "16", "--tokens", "256"]
     audit.main(["remove", folders[1], "--teacher", folders[0], *text, "--layers", "all", "0", "1-1"])
@@ -156,8 +159,11 @@ def test_the_remove_command_scores_and_writes_a_folder(tmp_path, monkeypatch, ca
     whole, same = [re.split(r"\s{2,}", line)[1:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert whole == same and Path("same/tokenizer.json").exists()
     assert Transformer.from_pretrained("same").config == Transformer.from_pretrained(folders[1]).config
-    for bad in (["--layers", "2"], ["--layers", "1-0"], ["--layers", "x"], ["--matrices", "gate,q"], ["--out", "same"], ["--layers", "0", "1", "--out", "new"]):
-        with pytest.raises(Refusal, match=bad[0]):
+    audit.main(["rank", folders[1], "--teacher", folders[0], *text])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for bad, word in ((["--layers", "2"],) * 2, (["--layers", "1-0"],) * 2, (["--layers", "x"],) * 2, (["--matrices", "gate,q"],) * 2, (["--out", "same"],) * 2,
+                      (["--layers", "0", "1", "--out", "new"], ["--out"]), (["--seq-len", "0"],) * 2, (["--seq-len", "129"],) * 2, (["--scale", "nan"],) * 2):
+        with pytest.raises(Refusal, match=word[0]):
             audit.main(["remove", folders[1], "--teacher", folders[0], *text, *bad])
 
 
@@ -203,16 +209,16 @@ def test_masked_neurons_are_those_a_network_without_them_would_lack():
     questions = [([3, 4, 5], [6]), ([7, 8], [9, 10]), ([1], [2])]
     chosen = torch.tensor([5, 59, 60, 60 + 17])  # two of each layer, d_ff 60
     questions = [(prompt, net(torch.tensor([prompt]))[0, -1:].argmax(-1).tolist()) for prompt, _ in questions]  # what it says is right
-    assert audit.answers(net, questions).all()
+    assert neurons.answers(net, questions).all()
     before = {name: p.clone() for name, p in net.named_parameters()}
-    ours = audit.masked(net, questions, chosen)
+    ours = neurons.masked(net, questions, chosen)
     assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
     hooks = [net.layers[layer].mlp.down_proj.register_forward_pre_hook(lambda m, x, cut=cut: (x[0].index_fill(-1, torch.tensor(cut), 0.0),))
              for layer, cut in ((0, [5, 59]), (1, [0, 17]))]
-    assert ours.tolist() == audit.answers(net, questions).tolist()
+    assert ours.tolist() == neurons.answers(net, questions).tolist()
     for hook in hooks:
         hook.remove()
-    ours, seen = audit.activity(net, questions), []
+    ours, seen = neurons.activity(net, questions), []
     for layer in net.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0, -1].abs()) or None)
     for prompt, _ in questions:
@@ -220,17 +226,46 @@ def test_masked_neurons_are_those_a_network_without_them_would_lack():
     assert torch.allclose(ours, torch.stack(seen).view(3, 2, 60).mean(0))
 
 
+def test_what_cannot_be_compared_is_refused_before_anything_is_scored(tmp_path, pair):
+    teacher, student, *_ = pair
+    (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
+    for folder, name in ((teacher, "a"), (student, "b")):  # two tokenizers that differ in a special token
+        spec = json.loads((ROOT / "tiny" / "tokenizer.json").read_text())
+        spec["added_tokens"].append(dict(spec["added_tokens"][0], id=2048, content=f"<{name}>"))
+        Path(folder, "tokenizer.json").write_text(json.dumps(spec))
+        shutil.copy(ROOT / "tiny" / "tokenizer_config.json", folder)
+    for command in (["remove"], ["rank"], ["neurons", "--cloze", str(tmp_path / "c.jsonl")]):
+        with pytest.raises(Refusal, match="different tokenizers"):
+            audit.main([*command, student, "--teacher", teacher])
+    shutil.copy(Path(teacher, "tokenizer.json"), student)
+    for bad in (["--k", "0"], ["--k", "61"], ["--draws", "1"]):
+        with pytest.raises(Refusal, match=bad[0]):
+            audit.main(["neurons", student, "--teacher", teacher, "--cloze", str(tmp_path / "c.jsonl"), *bad])
+    Path(student, "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(Refusal, match="cannot be read as safetensors"):
+        audit.main(["energy", student, "--teacher", teacher])
+
+
 def test_the_neurons_table(capsys, tmp_path):
     """A teacher and a student that are one network: masking all that fires must hurt both, the least active neither."""
     net = random_net()
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     questions = [(prompt, net(torch.tensor([prompt]))[0, -1:].argmax(-1).tolist()) for prompt in prompts]
-    rows = [re.split(r"\s{2,}", line) for line in audit.neurons(net, net, questions, 40, 5).splitlines()]
+    rows = [re.split(r"\s{2,}", line) for line in neurons.table(net, net, questions, 40, 5).splitlines()]
     assert rows[1][1:] == rows[2][1:] and rows[1][1].startswith("1.000 [0.839, 1.000]")  # Wilson: 20 of 20
     top, least = (float(cell.split()[0]) for cell in rows[1][2:4])
     assert top < least <= 1
     assert re.fullmatch(r"[01]\.\d{3} ± 0\.\d{3}", rows[1][4])
-    assert audit.wilson(torch.tensor([True] * 5 + [False] * 5)) == "0.500 [0.237, 0.763]"
+    assert neurons.wilson(torch.tensor([True] * 5 + [False] * 5)) == "0.500 [0.237, 0.763]"
+
+
+def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_path):
+    from data import Tokenizer
+    (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
+    tokenizer = Tokenizer(ROOT / "tiny")
+    plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer)
+    tokenizer.bos = 7
+    assert neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer) == [([7, *prompt], answer) for prompt, answer in plain]
 
 
 @pytest.mark.parametrize("line, word", [("{", "line 1"), ('{"prompt": "x"}', "line 1"), ('{"prompt": "", "answer": "x"}', "where a token ends"),
@@ -239,4 +274,4 @@ def test_cloze_files_are_checked(tmp_path, line, word):
     from data import Tokenizer
     (tmp_path / "c.jsonl").write_text(line + "\n" if line else "")
     with pytest.raises(Refusal, match=word):
-        audit.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))
+        neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))

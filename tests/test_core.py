@@ -25,7 +25,7 @@ def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0):
         for name, w in student.named_parameters():
             if w.dim() == 2:
                 w.copy_(P.T @ theirs[name] if name.endswith(lrc.DUAL) else theirs[name] @ P)
-    maps = lrc.slices(teacher, student, coordinates, opened=() if mode == "lrc" else core.MLP)
+    maps = lrc.plain_maps(teacher, student, coordinates, opened=() if mode == "lrc" else core.MLP)
     return core.open_mlp(lrc.Clone(student, maps, P), mode, bases)
 
 

@@ -158,6 +158,9 @@ def test_A12_a_task_that_fails_is_named_and_the_others_finish(folder, local, tmp
     assert report["tasks"]["arc_easy"]["metric"] == "acc" and report["tasks"]["mine"]["documents"] == 6 and "ZeroDivisionError" in report["tasks"]["raises"]["failed"]
     assert {"fingerprint", "bos", "dtype", "batch_tokens", "shots", "limit", "versions"} <= report.keys() and report["missing"].keys() == {"no_such_task", "unreadable"}
     assert "mean of 1 of nine, local data" in screen and "Avg9 (arXiv" in screen
+    ours.main([str(folder), "--text", "stdlib", "--seq-len", "32", "--tokens", "64", "--out", str(tmp_path / "out")])  # a later command adds, and takes nothing away
+    later = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert later["tasks"] == report["tasks"] and later["text"]["tokens"] == 64
     ours.main([str(folder), str(folder), "--tasks", "mine", "--local", str(local), "--out", str(tmp_path / "two"), "--limit", "2"])
     assert "| mine | acc_norm |" in capsys.readouterr().out
 
@@ -168,7 +171,8 @@ def test_offline_fails_at_once_where_nothing_is_local(folder, tmp_path, capsys):
     with pytest.raises(Refusal, match="none of the tasks"):
         ours.main([str(folder), "--tasks", "piqa", "--offline", "--out", str(tmp_path)])
     assert time.time() - begun < 20 and "task piqa cannot be had" in capsys.readouterr().out
-    for bad, word in (([], "nothing to do"), (["--tasks", "x", "--limit", "0"], "--limit 0"), (["--tasks", "x", "--local", "nowhere"], "--local nowhere")):
+    for bad, word in (([], "nothing to do"), (["--tasks", "x", "--limit", "0"], "--limit 0"), (["--tasks", "x", "--local", "nowhere"], "--local nowhere"),
+                      (["--text", "stdlib", "--seq-len", "65"], "--seq-len 65"), (["--tasks", "x", "--teacher", "tiny"], "--teacher")):
         with pytest.raises(Refusal, match=word):
             ours.main([str(folder), *bad])
 

@@ -52,13 +52,13 @@ def test_slice_reaches_the_span_and_nothing_else(dual):
     W_T = torch.randn(50, 20, dtype=F64)
     start = W_T @ torch.randn(20, 8, dtype=F64)
     turn = (lambda w: w.T) if dual else (lambda w: w)
-    piece = lrc.Slice(turn(W_T), turn(start), dual)
+    piece = lrc.Plain(turn(W_T), turn(start), dual)
     assert torch.allclose(piece.weight(), turn(start), atol=1e-12)
     with torch.no_grad():
         piece.Z.normal_()
     assert outside(turn(piece.weight()), W_T) < 1e-12  # wherever training takes Z
     goal = W_T @ torch.randn(20, 8, dtype=F64)
-    again = lrc.Slice(turn(W_T), turn(goal), dual)
+    again = lrc.Plain(turn(W_T), turn(goal), dual)
     assert torch.allclose(again.weight(), turn(goal), atol=1e-12)  # and all of col(W_T) is in reach
 
 
@@ -71,7 +71,7 @@ def test_teacher_coordinates_are_the_shortest_projection_and_reach_what_the_span
     W_T = randn(out, rank) @ randn(rank, 20) if rank < min(out, 20) else randn(out, 20)
     turn = (lambda w: w.T) if dual else (lambda w: w)
     for W in (W_T @ randn(20, 8), randn(out, 8)):
-        piece, plain = lrc.Slice(turn(W_T), turn(W), dual, "teacher"), lrc.Slice(turn(W_T), turn(W), dual)
+        piece, plain = lrc.Plain(turn(W_T), turn(W), dual, "teacher"), lrc.Plain(turn(W_T), turn(W), dual)
         P = torch.linalg.lstsq(W_T, W, driver="gelsd").solution  # the shortest of those that fit best
         assert torch.equal(piece.T, W_T) and piece.Z.shape == (8, 20)
         assert torch.allclose(piece.Z.T, P, atol=1e-10) and torch.allclose(piece.weight(), turn(W_T @ P), atol=1e-10)
@@ -89,12 +89,12 @@ def test_teacher_coordinates_give_an_fp32_weight_back_whatever_the_spectrum():
     U, V = (torch.linalg.qr(torch.randn(n, 24, dtype=F64, generator=generator)).Q for n in (400, 24))
     W_T = ((U * torch.logspace(0, -5, 24, dtype=F64)) @ V.T).float()
     W = W_T @ torch.randn(24, 12, generator=generator)
-    assert (lrc.Slice(W_T, W, False, "teacher").weight() - W).norm() < 1e-5 * W.norm()
+    assert (lrc.Plain(W_T, W, False, "teacher").weight() - W).norm() < 1e-5 * W.norm()
 
 
 def test_slices_keep_the_span_where_the_mlp_is_opened(teacher):
     theirs = dict(teacher.named_parameters())
-    maps = lrc.slices(teacher, lrc.blank_student(teacher, 12), "teacher", opened=("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
+    maps = lrc.plain_maps(teacher, lrc.blank_student(teacher, 12), "teacher", opened=("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
     assert maps.keys() == {name for name, w in theirs.items() if w.dim() == 2}
     for name, m in maps.items():
         W_T = theirs[name].T if name.endswith(lrc.DUAL) else theirs[name]

@@ -42,6 +42,12 @@ def test_every_training_command_has_flags_that_exist(line, monkeypatch, tmp_path
         assert train.parse(argv).steps > 0
 
 
+@pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(audit|eval|reproduce)\.py", c)])
+def test_every_other_command_has_flags_that_exist(line):
+    name, _, rest = re.search(r"(audit|eval|reproduce)\.py (.*)", line).group(0).partition(".py ")
+    __import__(name).arguments().parse_args(shlex.split(rest))
+
+
 def test_ci_runs_the_readmes_own_test_command():
     pattern = re.search(r"grep -m1 '(.+?)'", (ROOT / ".ci" / "run").read_text()).group(1)
     assert len([line for line in README.splitlines() if re.match(pattern, line)]) == 1

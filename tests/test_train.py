@@ -335,7 +335,7 @@ def test_learning_rate_follows_its_closed_form():
 
 
 def test_pretraining_uses_the_shape_of_the_folder_and_no_teacher(teacher_folder, tmp_path):
-    out = run(teacher_folder, tmp_path / "run", "--stage", "pretrain")
+    out = run(teacher_folder, tmp_path / "run", "--stage", "pretrain", "--width", "0")  # 0: no width of its own
     last = [r for r in runs.read_metrics(out) if "loss" in r][-1]
     assert last["loss"] == last["ce"] and "kl" not in last
     assert json.loads((out / "student" / "config.json").read_text())["hidden_size"] == 24
@@ -448,3 +448,31 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
         runs.compare([folders[0], run(teacher_folder, tmp_path / "other", "--lr", "2e-3")])
     with pytest.raises(Refusal, match="second run"):
         runs.compare([folders[0], folders[0]])
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--stage", "sft", "--mode", "lrc"], "--mode lrc"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
+    (["--mode", "scratch", "--init", "calibrated"], "--init calibrated"), (["--mode", "scratch", "--coordinates", "teacher"], "--coordinates teacher"),
+    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse")])
+def test_a_flag_that_would_be_ignored_is_refused(flags, word):
+    with pytest.raises(Refusal, match=f"{word} would have no effect"):
+        train.parse(flags)
+
+
+def test_a_run_from_before_the_complement_was_renamed_says_how_to_finish_it(teacher_folder, tmp_path):
+    from safetensors.torch import save_file
+    out = run(teacher_folder, tmp_path / "run", "--mode", "core")
+    file = next((out / "checkpoint").glob("step-*")) / "state.safetensors"
+    save_file({key.replace("Zc", "Zp"): value for key, value in load_file(file).items()}, file)
+    with pytest.raises(Refusal, match="git_commit in its config.json"):
+        train.main(["--resume", "--out", str(out)])
+
+
+def test_compare_takes_no_flag_of_one_run_alone_for_equal(teacher_folder, tmp_path):
+    folders = [run(teacher_folder, tmp_path / f"{seed}", "--mode", "lrc", "--seed", str(seed)) for seed in (1, 2)]
+    record = json.loads((folders[0] / "config.json").read_text())
+    del record["args"]["recipe"]
+    (folders[0] / "config.json").write_text(json.dumps(record))
+    for order in (folders, folders[::-1]):
+        with pytest.raises(Refusal, match="differ in recipe"):
+            runs.compare(order)
