@@ -323,6 +323,9 @@ def draw(book: Book, names: list[str], out: Path) -> None:
             curve(axes, arm, [(b * tokens, Case(arm, 32, b, 5 if b == 1 else 3)) for b in (1, 2, 5)])
         if "continued" in names:
             curve(axes, "core", [(tokens, Case("core", 32, 1, 5))])
+        axes.set_xscale("log")
+        axes.set_xticks([b * tokens for b in (1, 2, 5)], [f"{b * tokens:,}" for b in (1, 2, 5)])
+        axes.minorticks_off()
 
     def widths(axes):
         for arm in ("lrc", "core"):
@@ -336,7 +339,7 @@ def draw(book: Book, names: list[str], out: Path) -> None:
                 axes.plot([100 * statistics.mean(x) for x in zip(*(row["energy"][kind] for row in rows))], style, marker=marker, color=colours[arm], label=f"{arm}, {kind}")
     ce = "held-out CE, nats a token"
     if "equal" in names:
-        picture("budget", budgets, xscale="log", xlabel="training tokens", ylabel=ce, title="r 32: more numbers in the span, or the whole matrix")
+        picture("budget", budgets, xlabel="training tokens", ylabel=ce, title="r 32: more numbers in the span, or the whole matrix")
     if "width" in names:
         picture("width", widths, xlabel="student width r", ylabel=ce, title=f"{tokens:,} training tokens at every width")
     if "energy" in names:
