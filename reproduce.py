@@ -1,6 +1,6 @@
 """The paper in miniature: its arms, controls and recipes on the embedded teacher, each with its own learning rate and several seeds.
 
-    python reproduce.py all                # everything; on 2 cores about an hour and a half, then tables and pictures in results/
+    python reproduce.py all                # everything; on 2 cores about an hour and three quarters, then tables and pictures in results/
     python reproduce.py basis recipe       # some of it
     python reproduce.py all --quick        # the same path with budgets too small to mean anything, under 10 minutes
 
