@@ -129,6 +129,19 @@ def show_energy(shares: dict[str, list[float]]) -> str:
     return "\n".join(f"{row[0]:<8}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [["layer", *(f"{k}, %" for k in shares)], *rows])
 
 
+def draw_energy(shares: dict[str, list[float]], picture: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for kind, layers in shares.items():
+        axes.plot([100 * share for share in layers], marker="o", label=kind)
+    axes.set(xlabel="layer", ylabel="energy outside the teacher's span, %", ylim=(0, None))
+    axes.legend()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
 # ----------------------------------------------------------------------------------------------- remove
 
 
@@ -225,7 +238,10 @@ def reach_command(args) -> None:
 
 
 def energy_command(args) -> None:
-    print(show_energy(energy(args.teacher, args.student)))
+    shares = energy(args.teacher, args.student)
+    print(show_energy(shares))
+    if args.picture:
+        draw_energy(shares, args.picture)
 
 
 def remove_command(args) -> None:
@@ -301,7 +317,7 @@ def arguments() -> argparse.ArgumentParser:
             p.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
         return p
     command(reach_command, "what plain LRC deploys and cannot train, from configs alone", "?").add_argument("--width", type=int, help="student width, without a folder")
-    command(energy_command, "share of each MLP matrix outside the teacher's span")
+    command(energy_command, "share of each MLP matrix outside the teacher's span").add_argument("--picture", type=Path, help="file to draw it to (.png, .svg)")
     p = command(remove_command, "the student without its complement: scored, and written with --out", text=True)
     p.add_argument("--layers", nargs="+", default=["all"], help="all, 3 or 0-2; several are scored one after another (default: all)")
     p.add_argument("--matrices", default=",".join(KINDS), help="of gate,up,down (default: the three together)")

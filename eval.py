@@ -168,8 +168,11 @@ def harness(model: Model):
         def tok_encode(self, string, add_special_tokens=None, **_):
             return model.encode(string, bos=add_special_tokens is not False)
 
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return super().loglikelihood(requests, disable_tqdm=True)  # its bar is for the tokenizing; the scoring has a line of its own
+
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-            return model.score([(context, continuation) for _, context, continuation in requests], "" if disable_tqdm else model.origin)
+            return model.score([(context, continuation) for _, context, continuation in requests], model.origin)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             totals = []

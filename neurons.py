@@ -75,7 +75,7 @@ def wilson(right: Tensor) -> str:
     """Share right and its 95 % interval (Wilson's score)."""
     n, p, z = len(right), right.double().mean().item(), 1.96
     middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return f"{p:.3f} [{middle - half:.3f}, {middle + half:.3f}]"
+    return f"{p:.3f} [{max(0.0, middle - half):.3f}, {min(1.0, middle + half):.3f}]"
 
 
 def table(teacher: Transformer, student: Transformer, questions, k: int, draws: int, seed: int = 0) -> str:

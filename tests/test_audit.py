@@ -108,7 +108,8 @@ def test_energy_reads_a_sharded_bf16_folder_and_prints_a_table(pair, tmp_path, c
         save_file({key: tensors[key] for key in keys}, folder / file)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {key: file for file, keys in parts.items() for key in keys}}))
-    audit.main(["energy", str(folder), "--teacher", teacher])
+    audit.main(["energy", str(folder), "--teacher", teacher, "--picture", str(tmp_path / "e.png")])
+    assert (tmp_path / "e.png").stat().st_size > 5000
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     exact = audit.energy(teacher, student)
     for layer in range(2):

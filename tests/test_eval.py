@@ -147,6 +147,12 @@ def test_B44_acc_and_acc_norm_by_hand(local):
     assert (row["all"]["acc"], row["all"]["acc_norm"], row["documents"], row["metric"], row["value"]) == (1.0, 0.0, 6, "acc_norm", 0.0)
 
 
+def test_B44_mmlu_is_a_mean_over_documents_not_over_its_groups():
+    from lm_eval.api.metrics import aggregate_subtask_metrics
+    shares, counts = (24.21, 23.82, 21.71, 21.31), (4705, 3077, 3107, 3153)
+    assert aggregate_subtask_metrics(list(shares), list(counts)) == pytest.approx(22.92, abs=0.005) != pytest.approx(sum(shares) / 4, abs=0.005)
+
+
 def test_A12_a_task_that_fails_is_named_and_the_others_finish(folder, local, tmp_path, capsys, monkeypatch):
     real = ours.run_task
     monkeypatch.setattr(ours, "run_task", lambda lm, name, *more: real(lm, name, *more) if name != "raises" else 1 / 0)
