@@ -208,7 +208,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def find_tasks(names: list[str], local: Path | None) -> tuple[dict[str, list], dict[str, str], dict[str, str], object]:
-    """Task names -> ({name: its lm-eval tasks, loaded}, {name: what stands in for it}, {name: why it cannot be had}, the manager). In folder
+    """Task names -> ({name: its lm-eval tasks, loaded}, {name: which local file it is}, {name: why it cannot be had}, the manager). In folder
     `local`, NAME.yaml or local_NAME.yaml goes before lm-eval's own NAME."""
     from lm_eval.tasks import TaskManager
     loaded, instead, missing = {}, {}, {}
@@ -299,7 +299,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--text", default="", help="as --data of train.py: held-out CE, bits per byte")
     parser.add_argument("--teacher", default="", help="with --text: KL and top-1 agreement to this model")
     parser.add_argument("--whole", action="store_true", help="with --text: all documents, not only the held-out ones")
-    parser.add_argument("--seq-len", type=int, default=1024, help="with --text: tokens a window")
+    parser.add_argument("--seq-len", type=int, help="with --text: tokens a window (default: 1024, or the model's positions where they are fewer)")
     parser.add_argument("--tokens", type=int, default=65536, help="with --text: at most so many, evenly spread")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in the network together")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="autocast: auto is bfloat16 on an accelerator, else float32")
@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, why in missing.items():
             print(f"task {name} cannot be had, the others run: {why}", flush=True)
         for name, what in instead.items():
-            print(f"task {name}: {what} in its place", flush=True)
+            print(f"task {name}: {what}", flush=True)
         if not loaded:
             raise Refusal("none of the tasks can be loaded; see above")
     reports, failed = [], set(missing)
@@ -375,8 +375,9 @@ def main(argv: list[str] | None = None) -> None:
             report.keep("tasks", report.data["tasks"] | {name: row | ({"instead": instead[name]} if name in instead else {})})
         if args.text:
             teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
-            figures = text_figures(model, args.text, teacher, args.seq_len, args.tokens, args.whole)
-            report.keep("text", {"source": args.text, "seq_len": args.seq_len, "teacher": args.teacher} | figures)
+            seq_len = min(1024, model.max_length) if args.seq_len is None else args.seq_len
+            figures = text_figures(model, args.text, teacher, seq_len, args.tokens, args.whole)
+            report.keep("text", {"source": args.text, "seq_len": seq_len, "teacher": args.teacher} | figures)
             print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()), flush=True)
         reports.append(report.data)
     if loaded:

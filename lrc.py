@@ -312,8 +312,10 @@ def random_start(teacher: Transformer, student: Transformer, kind: str, seed: in
             return 0.02 * draw().to(device)
         if name.endswith(DUAL):
             return Q
-        layer, part = name.split(".")[:2], "input" if "self_attn" in name else "post_attention"
-        gain = theirs["norm.weight" if name == "lm_head.weight" else f"{'.'.join(layer)}.{part}_layernorm.weight"]
+        norm = "norm"  # before the head; a layer has two: layers.3.input_layernorm before attention, the other before the MLP
+        if name != "lm_head.weight":
+            norm = ".".join(name.split(".")[:2]) + (".input_layernorm" if "self_attn" in name else ".post_attention_layernorm")
+        gain = theirs[f"{norm}.weight"]
         return gain[:, None] * Q * (H / r) ** 0.5
 
     for name, w in student.named_parameters():

@@ -3,6 +3,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -276,3 +278,28 @@ def test_cloze_files_are_checked(tmp_path, line, word):
     (tmp_path / "c.jsonl").write_text(line + "\n" if line else "")
     with pytest.raises(Refusal, match=word):
         neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))
+
+
+PEAK = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import audit
+audit.main({argv!r})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["energy", "spectrum"])
+def test_a_layer_of_a_3b_teacher_needs_no_d_ff_by_d_ff_matrix(tmp_path, command):
+    """11008 x 2048 (Qwen2.5-3B) in bf16 on disk; one 11008 x 11008 matrix in fp64 alone is 0.97 GB, and the libraries take 0.3."""
+    shape = SHAPE | dict(model_type="qwen2", intermediate_size=11008, num_hidden_layers=1, num_attention_heads=16, head_dim=128)
+    for name, width in (("teacher", 2048), ("student", 1200)):
+        net = Transformer(Config.from_hf(shape | dict(hidden_size=width)))
+        net.initialise(width)
+        net.save_pretrained(tmp_path / name, torch.bfloat16)
+        del net
+    script = PEAK.format(root=str(ROOT), argv=[command, str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    print(f"{command}: peak {done.stdout.splitlines()[-1]} GB")
+    assert float(done.stdout.splitlines()[-1]) < 1.4

@@ -209,5 +209,7 @@ def test_text_figures_against_plain_forward_passes(folder, tmp_path, monkeypatch
     assert report["tokens"] == 32 * len(windows) and report["bytes"] == size
     assert report["val_ce"] == pytest.approx(nats / report["tokens"], rel=1e-5) and report["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert report["val_kl"] == pytest.approx(0, abs=1e-6) and report["val_top1"] == 1  # the folder is tiny itself
+    ours.main([str(folder), "--text", "text.jsonl", "--tokens", "64", "--out", "out"])
+    assert json.loads(next(Path("out").glob("*.json")).read_text())["text"]["seq_len"] == 64  # all the positions that this model has
     ours.main([str(folder), "--text", "text.jsonl", "--whole", "--seq-len", "32", "--tokens", "1000000", "--out", "out"])
     assert json.loads(next(Path("out").glob("*.json")).read_text())["text"]["tokens"] > 20 * len(windows)
