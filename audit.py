@@ -26,12 +26,14 @@ from torch import Tensor
 
 import neurons
 import plan
-from data import Tokenizer, Tokens, prepare
+from data import Tokens
 from distill import evaluate
 from lrc import span
 from model import Config, Transformer, tensor_files
+from prepare import prepare
 from runs import TOKENIZER_FILES
 from teachers import Refusal, read_json, resolve
+from tokenizer import Tokenizer
 
 KINDS = ("gate", "up", "down")
 

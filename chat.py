@@ -1,6 +1,7 @@
-"""Chat: conversations become token shards in which the loss falls on the assistant's tokens alone.
+"""Chat: a conversation becomes ids, and a mask of those on which the loss falls: the assistant's alone.
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}     one line of a .jsonl file
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}     one row of a source
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}         the same
 
 The model's own template writes a conversation out: control tokens, role names, default system prompt. The ids are those of
 transformers' apply_chat_template, with one difference: a control token written *inside* a message stays ordinary text.
@@ -15,40 +16,33 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data import Tokenizer, held_out, source_files, write_shards
 from teachers import Refusal, read_json
+from tokenizer import Tokenizer
 
 GUARD = "\ud800"
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 
-def conversations(files: list[tuple[str, Path]]) -> Iterator[tuple[str, str, list[dict]]]:
-    """(place, name, messages) of each line; name is its id, else the conversation itself, so that a copy falls on the same side."""
-    for _, path in files:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                    messages = [{key: m[key] for key in ("role", "content")} for m in row["messages"]]
-                    if not all(m["role"] in ("system", "user", "assistant") and isinstance(m["content"], str) for m in messages):
-                        raise ValueError("a role other than system, user, assistant, or a content that is not text")
-                    if all(m["role"] != "assistant" for m in messages):
-                        raise ValueError("no assistant message to learn from")
-                except (ValueError, KeyError, TypeError) as error:
-                    raise Refusal(f'{path}, line {number}: not {{"messages": [{{"role", "content"}}, ...]}} '
-                                  f"({type(error).__name__}: {error}); mend or drop the line") from None
-                name = row["id"] if row.get("id") is not None else json.dumps(messages)
-                yield f"{path}, line {number}", str(name), messages
+def messages_of(row: dict, answered: bool) -> list[dict]:
+    """The chat in a row: {"messages": [{"role", "content"}]}, or {"from", "value"} in their place as some sets write it. Raises
+    ValueError or KeyError where it is none; with `answered` also where no message is the assistant's."""
+    messages = [{"role": ROLES[m["role"] if "role" in m else m["from"]], "content": m["content"] if "role" in m else m["value"]} for m in row["messages"]]
+    if not all(isinstance(m["content"], str) for m in messages):
+        raise ValueError("a content that is not text")
+    if answered and all(m["role"] != "assistant" for m in messages):
+        raise ValueError("no assistant message to learn from")
+    return messages
 
 
-def read_template(folder: Path) -> tuple[str, dict[str, str]]:
-    """(chat template, special tokens by name) of a model folder. Raises Refusal where there is no template."""
+def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """(chat template, special tokens by name) of a model folder; None where it has no template."""
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in config.items()
               if name.endswith("_token") and isinstance(token, (str, dict))}
@@ -57,9 +51,16 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]]:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if not template:
-        raise Refusal(f"{folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chat data needs an instruct model")
-    return template, tokens
+    return (template, tokens) if template else None
+
+
+def renderer_of(folder: Path, now: datetime) -> Callable[[list[dict], bool], str] | None:
+    """The chat template of a model folder as a function (see renderer); None where it has none, a Refusal where it is broken."""
+    found = read_template(folder)
+    try:
+        return found and renderer(*found, now)
+    except TemplateError as error:
+        raise Refusal(f"{folder}: its chat template is broken ({error.message}); fetch the file again") from None
 
 
 def renderer(template: str, tokens: dict[str, str], now: datetime) -> Callable[[list[dict], bool], str]:
@@ -105,37 +106,3 @@ def encode(messages: list[dict], render: Callable[[list[dict], bool], str], toke
                 own[first:last] = [1] * (last - first)
         ids, mask, place = ids + new, mask + own, place + len(piece)
     return ids, mask
-
-
-def prepare(source: str, folder: str | Path, tokenizer: Tokenizer, quiet: bool = False) -> Path:
-    """Tokenise the chats of `source` as the model in `folder` writes them into a folder of shards, or find that of an earlier call.
-
-    A template may write the date: tokens.json states which. Raises Refusal: no .jsonl file, no template or a broken one, a line that is
-    no conversation or that the template refuses.
-    """
-    if (Path(source) / "tokens.json").exists():
-        if "assistant" not in read_json(Path(source) / "tokens.json"):
-            raise Refusal(f"{source}: holds documents, not chats; give the .jsonl file of the chats")
-        return Path(source)
-    files = [(name, path) for name, path in source_files(source) if path.suffix == ".jsonl"]
-    if not files:
-        raise Refusal(f'data {source!r}: no .jsonl file in it; chat data is {{"messages": [{{"role", "content"}}, ...]}} a line')
-    template, tokens = read_template(Path(folder))
-    now, assistant = datetime.now(), {"train": 0, "val": 0}
-    try:
-        render = renderer(template, tokens, now)
-    except TemplateError as error:
-        raise Refusal(f"{folder}: its chat template is broken ({error.message}); fetch the file again") from None
-
-    def rows():
-        for place, name, messages in conversations(files):
-            split = "val" if held_out(name) else "train"
-            try:
-                ids, mask = encode(messages, render, tokenizer)
-            except Exception as error:  # a template is a program of somebody else's and may raise anything
-                reason = " ".join(str(error).split())
-                raise Refusal(f"{place}: the chat template of {folder} cannot write this ({reason}); mend or drop the line") from None
-            assistant[split] += sum(mask)
-            yield split, sum(len(m["content"].encode("utf-8", "replace")) for m in messages), {"tokens": ids, "mask": mask}
-
-    return write_shards(source, files, rows(), tokenizer, None, quiet, (template, tokens), dict(assistant=assistant, date=str(now.date())))

@@ -1,162 +1,31 @@
-"""Tokens: text becomes ids, ids become shards on disk, shards become batches that resume exactly.
+"""Tokens: shards on disk become batches that resume exactly.
 
-    python data.py prepare stdlib --tokenizer tiny            # the standard library of this Python
-    python data.py prepare my.jsonl --tokenizer FOLDER --out tokens/mine
-    python data.py tokenizer --vocab 2048 --out tiny          # how tiny's own BPE was made
+    python data.py prepare SOURCE --tokenizer TEACHER [--out FOLDER]        # text or chats -> token shards, on all cores (prepare.py)
+    python data.py tokenizer --vocab 2048 --out tiny                        # how tiny's own BPE was made
 
-A source is `stdlib`, a .txt, .md, .py or .jsonl file ({"text": ...} a line), or a folder of such files. Every 20th document,
-chosen by the hash of its name, is held out: a file keeps its side when others come and go. Documents
-are joined end to end with the tokenizer's separator and cut to the sequence length; attention is not
-stopped at a document's end (teacher and student see the same stream).
-
-A shard is a safetensors file: its header states dtype and shape, and in its metadata the vocabulary and the
-tokenizer's fingerprint, so that ids of another tokenizer, or 128k ids in 16 bits, are refused instead of trained on.
+Documents lie end to end in the shards, each closed by the tokenizer's separator, and are cut into windows of the sequence length. Every epoch
+visits each window once, in an order of its own that follows from the seed and the epoch alone: the n-th read of a run is the same window
+on any number of ranks, and a resumed run needs no more state than its step. Several folders are mixed by weight the same way.
 """
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 from torch import Tensor
 
 from distill import IGNORE
-from teachers import Refusal, read_json
+from prepare import FORMAT, HELD_OUT_EVERY, Choice, held_out, prepare
+from sources import cut, read, source_files
+from teachers import TOKENIZER, Refusal, read_json, resolve
 from tokenizer import Tokenizer, train_tokenizer
-
-SHARD_TOKENS = 1 << 26
-HELD_OUT_EVERY = 20
-
-# -------------------------------------------------------------------------------------------- sources
-
-
-def source_files(source: str) -> list[tuple[str, Path]]:
-    """(name, path) of every file of a source, sorted by name."""
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        found = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
-    else:
-        root = Path(source)
-        if not root.exists():
-            raise Refusal(f"data {source!r}: no such file or folder, and not `stdlib`")
-        found = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
-        found = [p for p in found if p.suffix in (".txt", ".md", ".py", ".jsonl")]
-        root = root.parent if root.is_file() else root
-    if not found:
-        raise Refusal(f"data {source!r}: no .txt, .md, .py or .jsonl file in it")
-    return sorted((p.relative_to(root).as_posix(), p) for p in found)
-
-
-def documents(source: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document. A .jsonl line is one, a .py or .md file is one, a .txt file is cut at blank lines every 4 kB."""
-    for name, path in source_files(source):
-        try:
-            with path.open(encoding="utf-8", errors="strict" if path.suffix == ".jsonl" else "replace") as lines:
-                if path.suffix == ".jsonl":
-                    for number, line in enumerate(lines, 1):
-                        row = json.loads(line)
-                        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                            raise TypeError(f"line {number}")
-                        yield str(row.get("id") or row.get("title") or f"{name}:{number}"), row["text"]
-                elif path.suffix == ".txt":
-                    piece, size, count = [], 0, 0
-                    for line in lines:
-                        piece.append(line)
-                        size += len(line)
-                        if size > 4096 and not line.strip():
-                            yield f"{name}:{count}", "".join(piece)
-                            piece, size, count = [], 0, count + 1
-                    if piece:
-                        yield f"{name}:{count}", "".join(piece)
-                else:
-                    yield name, lines.read()
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refusal(f'{path}: a .jsonl line must be an object with a "text" ({type(error).__name__}: {error})') from None
-
-
-def held_out(name: str) -> bool:
-    return int(hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
-
-
-# --------------------------------------------------------------------------------------------- shards
-
-
-def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: bool = False) -> Path:
-    """Tokenise `source` into a folder of shards, or find the folder where the same files were tokenised before."""
-    if (Path(source) / "tokens.json").exists():
-        return Path(source)
-    rows = (("val" if held_out(name) else "train", len(text.encode("utf-8", "replace")), {"tokens": tokenizer.document(text)})
-            for name, text in documents(source))
-    return write_shards(source, source_files(source), rows, tokenizer, out, quiet)
-
-
-def write_shards(source: str, files: list[tuple[str, Path]], rows: Iterator[tuple[str, int, dict[str, list[int]]]], tokenizer: Tokenizer,
-                 out: Path | None = None, quiet: bool = False, also: tuple = (), facts: dict | None = None) -> Path:
-    """Rows of (split, bytes of text, tensors) -> their folder of shards, found if it exists and then no row is read.
-
-    The tensors of a row are equally long: "tokens", and for chat a "mask" of 0 and 1. `also` is what the rows depend on besides
-    the files and the tokenizer; `facts` join the summary when the last row has been read, so that rows may count into them.
-    """
-    stamp = json.dumps([tokenizer.fingerprint, [(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in files], *also])
-    stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
-    out = out or Path("tokens") / f"{Path(source).stem}-{stamp}"
-    if (out / "tokens.json").exists():
-        if read_json(out / "tokens.json").get("stamp") != stamp:
-            raise Refusal(f"{out}: holds the tokens of other files or another tokenizer; give another --out or delete it")
-        return out
-    making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    buffers, counts, digest = {"train": [], "val": []}, {"train": 0, "val": 0}, hashlib.sha256()
-    metadata = {"vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    bytes_read, waiting = 0, {"train": 0, "val": 0}
-
-    def flush(split):
-        if buffers[split]:
-            tensors = {name: np.concatenate([row[name] for row in buffers[split]]) for name in buffers[split][0]}
-            for tensor in tensors.values():
-                digest.update(tensor.tobytes())
-            save_file(tensors, making / f"{split}-{counts[split] // SHARD_TOKENS:05d}.safetensors", metadata)
-            counts[split], buffers[split], waiting[split] = counts[split] + waiting[split], [], 0
-
-    try:
-        for split, size, tensors in rows:
-            buffers[split].append({name: np.array(row, dtype if name == "tokens" else np.uint8) for name, row in tensors.items()})
-            waiting[split] += len(tensors["tokens"])
-            bytes_read += size
-            if waiting[split] >= SHARD_TOKENS:
-                flush(split)
-            if not quiet and sys.stderr.isatty():
-                print(f"\rtokenising {source}: {bytes_read / 1e6:.1f} MB", end="", file=sys.stderr)
-        for split in buffers:
-            flush(split)
-        summary = dict(source=source, stamp=stamp, files=len(files), bytes=bytes_read, tokens=counts,
-                       fingerprint=digest.hexdigest()[:16], **metadata, **(facts or {}),
-                       python=sys.version.split()[0] if source == "stdlib" else None)
-        (making / "tokens.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        try:
-            os.rename(making, out)
-        except OSError:  # another process finished the same work first
-            if not (out / "tokens.json").exists():
-                raise Refusal(f"{out}: exists and is not a token folder; give another --out") from None
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-    if not quiet:
-        print(f"\rdata: {source}: {len(files)} files, {bytes_read / 1e6:.1f} MB -> {counts['train']:,} training and "
-              f"{counts['val']:,} held-out tokens in {out} (fingerprint {summary['fingerprint']})")
-    return out
 
 
 def place_in_order(step: int, micro: int, rank: int, accum: int, world: int, batch_size: int) -> int:
@@ -180,6 +49,8 @@ class Tokens:
                 raise Refusal(f"{file}: cannot be read as a token shard ({error}); prepare the data again") from None
             if view.get_dtype() not in ("U16", "U32") or not meta.keys() >= {"tokenizer", "vocab_size"}:
                 raise Refusal(f"{file}: not a token shard (dtype {view.get_dtype()}, metadata {sorted(meta)}); prepare the data again")
+            if meta.get("format") != FORMAT:
+                raise Refusal(f"{file}: its format is {meta.get('format')}, this code reads {FORMAT}; prepare the data again")
             if tokenizer is not None and meta["tokenizer"] != tokenizer.fingerprint:
                 raise Refusal(f"{file}: made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}; "
                               "prepare the data again with the teacher's folder")
@@ -232,22 +103,108 @@ class Tokens:
             yield torch.stack(inputs), torch.stack(targets)
 
 
-if __name__ == "__main__":
+class Mixture:
+    """Several prepared folders read in fixed proportions: in each PERIOD of reads folder k has its share of the weights, to the nearest whole
+    window, at places shuffled by the seed and the period; within the folder its reads follow on, epoch after epoch (Tokens)."""
+
+    PERIOD = 1024
+
+    def __init__(self, parts: list[Tokens], weights: list[float], seed: int = 0):
+        self.parts, self.seed, self.period = parts, seed, -1
+        shares = np.array(weights) / sum(weights) * self.PERIOD
+        self.counts = np.floor(shares).astype(int)
+        for k in np.argsort(self.counts - shares, kind="stable")[:self.PERIOD - self.counts.sum()]:  # largest remainders
+            self.counts[k] += 1
+        if not self.counts.all():
+            raise Refusal(f"data weights {weights}: the smallest is less than 1 in {self.PERIOD}; leave that folder out or give it more")
+
+    def find(self, position: int) -> tuple[Tokens, int]:
+        """(folder, its own position) of the position-th read of the run."""
+        period, place = divmod(position, self.PERIOD)
+        if period != self.period:
+            order = np.repeat(np.arange(len(self.parts)), self.counts)
+            self.period, self.order = period, np.random.default_rng([self.seed, period]).permutation(order)
+        k = self.order[place]
+        return self.parts[k], period * int(self.counts[k]) + int((self.order[:place] == k).sum())
+
+    def batch(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (count, seq_len) of reads position .. position + count - 1."""
+        found = (self.find(position + i) for i in range(count))
+        inputs, targets = zip(*(part.batch(own, 1) for part, own in found))
+        return torch.cat(inputs), torch.cat(targets)
+
+    def spread(self, count: int, together: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """About `count` windows, of each folder its share, evenly spread; at least one of each."""
+        for part, share in zip(self.parts, self.counts / self.PERIOD):
+            yield from part.spread(max(1, round(count * share)), together)
+
+
+def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choice = Choice()) -> tuple[list[Path], list[float]]:
+    """`--data` -> its folders of shards and their weights. One source of any kind, or prepared folders: "tokens/a=10,tokens/b=0.35"."""
+    if "=" not in data:
+        return [prepare(data, tokenizer, quiet=quiet, choice=choice)], [1.0]
+    folders, weights = [], []
+    for item in data.split(","):
+        folder, _, weight = item.rpartition("=")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            weights.append(-1.0)
+        if not 0 < weights[-1] < float("inf"):
+            raise Refusal(f"--data {data!r}: {item!r} is not FOLDER=WEIGHT with a positive weight")
+        folders.append(prepare(folder, tokenizer, quiet=quiet, choice=choice))
+    return folders, weights
+
+
+def identity(data: str, folders: list[Path]) -> dict:
+    """What the data is, for config.json and the model card: the summary of its folder, or those of a mixture under one fingerprint."""
+    parts = [read_json(folder / "tokens.json") for folder in folders]
+    if len(parts) == 1:
+        return parts[0]
+    return dict(source=data, fingerprint=hashlib.sha256(json.dumps([data, [p["fingerprint"] for p in parts]]).encode()).hexdigest()[:16], parts=parts)
+
+
+def open_split(folders: list[Path], weights: list[float], split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0) -> Tokens | Mixture:
+    parts = [Tokens(folder, split, seq_len, tokenizer, seed) for folder in folders]
+    return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("prepare", help="text -> token shards")
-    p.add_argument("source", help="stdlib, a .txt/.md/.py/.jsonl file, or a folder of such files")
-    p.add_argument("--tokenizer", default="tiny", help="folder with the teacher's tokenizer.json (default: tiny)")
+    p = commands.add_parser("prepare", help="text or chats -> token shards")
+    p.add_argument("source", help="stdlib, a .txt/.md/.py/.jsonl/.parquet file, a folder of such, or hub:OWNER/NAME[@REVISION][:FOLDER]")
+    p.add_argument("--tokenizer", default="tiny", help="the teacher: preset, hub id, or folder with its tokenizer.json (default: tiny)")
     p.add_argument("--out", type=Path, help="folder to write (default: tokens/NAME-STAMP)")
+    p.add_argument("--chats", action="store_true", help="chats alone, the loss on the assistant's tokens only: for train.py --stage sft")
+    p.add_argument("--column", default="text", help="field of a .jsonl or .parquet row that holds the text (default: text)")
+    p.add_argument("--min-score", type=float, help="leave out rows whose field `score` is below this (FineWeb-Edu: 4)")
+    p.add_argument("--tokens", type=float, default=0, help="stop at this many training tokens, of parts in an order shuffled by --seed (default: all)")
+    p.add_argument("--seed", type=int, default=1234, help="of that order (default: 1234)")
+    p.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them, instead of stopping")
+    p.add_argument("--workers", type=int, help="processes (default: one a core, fewer where the source is small)")
     t = commands.add_parser("tokenizer", help="train a byte-level BPE (needs the `tokenizers` package)")
     t.add_argument("--source", default="stdlib")
     t.add_argument("--vocab", type=int, default=2048)
     t.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
+    if args.command == "tokenizer":
+        rows = (row for unit in cut(source_files(args.source)) for part in unit for row in read(part))
+        return train_tokenizer((row.fields["text"] for row in rows if not held_out(row.name)), args.vocab, args.out)
+    if args.tokens < 0 or args.workers is not None and args.workers < 1:
+        raise Refusal("--tokens and --workers must be positive")
+    choice = Choice(args.chats, args.column, args.min_score, int(args.tokens), args.seed, args.skip_bad)
+    print(prepare(args.source, Tokenizer(resolve(args.tokenizer, files=TOKENIZER)[0]), args.out, choice=choice, workers=args.workers))
+
+
+if __name__ == "__main__":
     try:
-        if args.command == "prepare":
-            print(prepare(args.source, Tokenizer(args.tokenizer), args.out))
-        else:
-            train_tokenizer((text for name, text in documents(args.source) if not held_out(name)), args.vocab, args.out)
+        main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on where it stopped")

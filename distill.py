@@ -55,6 +55,7 @@ class Objective:
     hidden: str = "relative"         # or "mse", as published
     real_vocab: int | None = None    # rows the tokenizer can emit; the padded rest would triple the KL at T = 40
     chunk: int = 512                 # rows of logits alive at once
+    separator: int | None = None     # the token that closes a document; with it no attention reaches across (document_mask)
 
 
 # ------------------------------------------------------------------------------- KL and CE, by chunks
@@ -156,6 +157,16 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
     return sums
 
 
+def document_mask(ids: Tensor, separator: int | None) -> Tensor | None:
+    """ids (B, T) -> (B, 1, T, T) bool, True where attention may go: back, and no further than the document's first token. Positions need not
+    begin anew in each document: RoPE sees only their differences. None, the plain causal mask, without a separator."""
+    if separator is None:
+        return None
+    closes = ids == separator
+    document = closes.cumsum(1) - closes.long()  # (B, T): how many documents were closed before this token
+    return ((document[:, :, None] == document[:, None, :]).tril())[:, None]
+
+
 def losses(student, teacher, ids: Tensor, targets: Tensor, objective: Objective, frame: Tensor | None = None,
            head: Tensor | None = None, writers: list[tuple[Tensor, Tensor]] | None = None) -> dict[str, Tensor]:
     """One micro-batch, ids and targets (B, T) -> sums over its valid tokens: kl, ce, the terms of align, align, and loss.
@@ -164,7 +175,8 @@ def losses(student, teacher, ids: Tensor, targets: Tensor, objective: Objective,
     align_sums). `teacher` is None where nothing is distilled. Terms of weight 0 are neither computed nor reported.
     """
     aligned = teacher is not None and objective.w_align > 0 and len(objective.align) > 0
-    run = lambda net: net(ids, taps=True, head=False) if aligned else (net(ids, head=False), None)
+    mask = document_mask(ids, objective.separator)
+    run = lambda net: net(ids, taps=True, head=False, mask=mask) if aligned else (net(ids, head=False, mask=mask), None)
     x, taps = run(student)  # (B, T, r)
     x_t = weight_t = None
     if teacher is not None and (aligned or objective.w_kl):
@@ -184,14 +196,15 @@ def losses(student, teacher, ids: Tensor, targets: Tensor, objective: Objective,
 
 
 @torch.no_grad()
-def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None = None) -> dict[str, float]:
+def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None = None, separator: int | None = None) -> dict[str, float]:
     """Held-out figures in nats a token: val_ce, and against a teacher val_kl = KL(teacher || student) at T = 1 and
-    val_top1 = share of positions with the same argmax; both over the rows the tokenizer can emit."""
+    val_top1 = share of positions with the same argmax; both over the rows the tokenizer can emit. `separator`: see document_mask."""
     ce = kl = same = count = 0.0
     for ids, targets in batches:
         ids, targets = ids.to(student.lm_head.weight.device), targets.to(student.lm_head.weight.device).flatten()
-        x = student(ids, head=False).flatten(0, 1)
-        x_t = teacher(ids, head=False).flatten(0, 1) if teacher is not None else None
+        mask = document_mask(ids, separator)
+        x = student(ids, head=False, mask=mask).flatten(0, 1)
+        x_t = teacher(ids, head=False, mask=mask).flatten(0, 1) if teacher is not None else None
         for i in range(0, len(x), chunk):
             rows = slice(i, i + chunk)
             z = widen(student.lm_head(x[rows]))

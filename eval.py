@@ -27,11 +27,13 @@ os.environ.setdefault("TQDM_DISABLE", "" if sys.stderr.isatty() else "1")  # rea
 import torch
 import torch.nn.functional as F
 
-from data import Tokenizer, Tokens, prepare
+from data import Tokens
 from distill import IGNORE, evaluate
 from model import Transformer, tensor_files, widen
+from prepare import prepare
 from runs import write_whole
 from teachers import Refusal, read_json, resolve
+from tokenizer import Tokenizer
 
 # task -> its metric in the papers' mean of nine; MathQA is reported outside it
 AVG9 = {"arc_easy": "acc", "arc_challenge": "acc_norm", "logiqa": "acc_norm", "commonsense_qa": "acc", "piqa": "acc", "winogrande": "acc",

@@ -23,11 +23,13 @@ class Args:
     mode: str = flag("core", "how the student's MLP trains (core.py); scratch: no weight of the teacher's at all, the baseline", choices=[*MODES, "scratch"])
     recipe: str = flag("lrc", "the terms of the objective and the start that goes with them (distill.py)", choices=list(RECIPES))
     without: str = flag("", "terms of the recipe to leave out, by name, with commas: kl, ce, q, k, v, o, gate, up, hidden, attn_out, ffn_out")
-    init: str = flag("auto", "the start: calibrated, or W_T P with a random P: orthonormal, or N(0, 0.02) as LRC's own code (auto: gpd orthonormal, else calibrated)",
-                     choices=["auto", "calibrated", "orthonormal", "random"])
+    init: str = flag("auto", "the start: calibrated, or W_T P with a random P: orthonormal, or random, N(0, 0.02) as LRC's own code (auto: gpd orthonormal, else "
+                             "calibrated); with --stage sft the model to fine-tune: RUN/student, or another folder or hub id")
     coordinates: str = flag("span", "what stays in the span trains as Z (span) or as P, W = W_T P (teacher)", choices=["span", "teacher"])
     width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
-    data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl file, a folder of such, or a prepared folder (default for tiny: stdlib); for sft a .jsonl of chats")
+    data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl/.parquet file, a folder of such, hub:OWNER/NAME, a prepared folder, or a mixture of those by weight, "
+                         "a=10,b=0.35 (default for tiny: stdlib); for sft a .jsonl of chats")
+    doc_mask: bool = flag(False, "no attention from a document to those packed before it (the calibrated start is fitted without this)")
     steps: int = flag(400, "optimizer steps")
     batch_size: int = flag(16, "sequences a micro-batch, a rank")
     seq_len: int = flag(128, "tokens a sequence")
@@ -69,7 +71,10 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
         kind = dict(action="store_true") if isinstance(f.default, bool) else dict(type=type(f.default), default=f.default)
         parser.add_argument(name, **kind, **meta)
     args = Args(**vars(parser.parse_args(argv)))
-    args.out = args.out or f"runs/{Path(args.teacher).name}-{args.mode if args.stage == 'distill' else args.stage}"
+    if not args.out:
+        origin = Path(args.init if args.stage == "sft" else args.teacher)
+        origin = origin.parent.name if origin.name == "student" and origin.parent.name else origin.name  # RUN/student
+        args.out = f"runs/{origin}-{args.mode if args.stage == 'distill' else args.stage}"
     if args.resume:
         stored = read_json(Path(args.out) / "config.json")["args"]
         parser.set_defaults(**stored | {"out": args.out})
@@ -89,7 +94,7 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     args.hidden = preset.get("hidden", "relative") if args.hidden == "auto" else args.hidden
     if args.attention == "auto":
         args.attention = "mse" if args.recipe == "clone" else "cosine"
-    if args.init == "auto":
+    if args.init == "auto" and args.stage == "distill":
         args.init = "orthonormal" if args.recipe == "gpd" else "calibrated"
     args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
     if args.stage == "distill" and not terms(args):
@@ -97,12 +102,14 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     return args
 
 
-OF_DISTILLATION = {"mode", "recipe", "without", "init", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden"}
+STARTS = ("auto", "calibrated", "orthonormal", "random")
+OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden"}
 
 
 def check_effect(args: Args) -> None:
     """Refuse a flag that this run would ignore: its author believes that it does something."""
     inert = {name: f"--stage {args.stage} has no teacher to follow" for name in OF_DISTILLATION} if args.stage != "distill" else {}
+    inert |= {"sft": {"teacher": "the model to fine-tune is --init"}, "pretrain": {"init": "pretraining starts from random weights"}}.get(args.stage, {})
     if args.stage == "distill" and args.mode == "scratch":
         inert |= {name: "--mode scratch inherits and aligns nothing" for name in ("init", "coordinates", "attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "scratch" and args.recipe == "gpd":
@@ -124,7 +131,11 @@ def terms(args: Args) -> tuple[str, ...]:
 
 
 def check(args: Args) -> None:
-    """Refuse numbers that cannot be meant. Written as `not in range`, so that nan is refused too."""
+    """Refuse what cannot be meant. Ranges are written as `not in range`, so that nan is refused too."""
+    if args.stage == "sft" and args.init in STARTS:
+        raise Refusal("--stage sft needs --init: the model to fine-tune, RUN/student or another folder or hub id")
+    if args.stage == "distill" and args.init not in STARTS:
+        raise Refusal(f"--init {args.init}: one of {', '.join(STARTS)}; a model to fine-tune goes with --stage sft")
     at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens")
     ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width"), (0, math.inf)),
               **dict.fromkeys(("clip", "temperature"), (1e-30, math.inf)), "warmup": (0, 1)}

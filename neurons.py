@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import Tokenizer
+from tokenizer import Tokenizer
 from model import Transformer
 from teachers import Refusal
 

@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
           "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+TOKENIZER = WANTED[4:]  # all that preparing data takes
 
 
 class Refusal(ValueError):
@@ -47,7 +48,7 @@ PRESETS = {
 }
 
 
-def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
+def resolve(teacher: str, revision: str | None = None, files: list[str] = WANTED) -> tuple[Path, str]:
     """A preset, a local folder or a hub id -> (folder with the files, where they come from: 'id@commit' or the folder's name).
 
     Downloads only what is needed, with huggingface-hub's own progress bars. Raises Refusal in one line.
@@ -60,10 +61,10 @@ def resolve(teacher: str, revision: str | None = None) -> tuple[Path, str]:
     repo = preset["hub"] if preset else teacher
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
         raise Refusal(f"teacher {teacher!r} is neither a folder, a hub id (owner/name) nor a preset: {', '.join(PRESETS)}")
-    return download(repo, revision)
+    return download(repo, revision, files)
 
 
-def download(repo: str, revision: str | None) -> tuple[Path, str]:
+def download(repo: str, revision: str | None, files: list[str]) -> tuple[Path, str]:
     """Fetch `repo` at one exact commit. Without a network a complete cached copy serves."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -72,7 +73,7 @@ def download(repo: str, revision: str | None) -> tuple[Path, str]:
     instead = "or pass a local folder: --teacher FOLDER"
     try:  # one short call names what is wrong (and the commit) before any large file moves
         commit = HfApi().model_info(repo, revision=revision, timeout=8).sha
-        return Path(snapshot_download(repo, revision=commit, allow_patterns=WANTED)), f"{repo}@{commit}"
+        return Path(snapshot_download(repo, revision=commit, allow_patterns=files)), f"{repo}@{commit}"
     except GatedRepoError:
         raise Refusal(f"{repo} is gated: accept its licence at {page}, log in with `hf auth login`, {instead}") from None
     except RevisionNotFoundError:
@@ -87,17 +88,18 @@ def download(repo: str, revision: str | None) -> tuple[Path, str]:
                           f"`hf auth login`, {instead}") from None
         raise Refusal(f"{repo}: the hub answered HTTP {status}: try again later, {instead}") from None
     except Exception as error:  # connection, time-out, offline mode: the libraries raise many unrelated classes
-        return cached(repo, revision, f"{repo}: the hub cannot be reached ({type(error).__name__}) and no complete copy "
-                                      f"is cached: check the network, {instead}")
+        return cached(repo, revision, files, f"{repo}: the hub cannot be reached ({type(error).__name__}) and no complete copy "
+                                             f"is cached: check the network, {instead}")
 
 
-def cached(repo: str, revision: str | None, refusal: str) -> tuple[Path, str]:
+def cached(repo: str, revision: str | None, files: list[str], refusal: str) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, local_files_only=True))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=files, local_files_only=True))
     except Exception:
         folder = None
-    if folder is None or not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+    needed = ("config.json", "*.safetensors") if "config.json" in files else ("tokenizer.json",)
+    if folder is None or not all(any(folder.glob(pattern)) for pattern in needed):
         raise Refusal(refusal) from None
     return folder, f"{repo}@{folder.name}"
 

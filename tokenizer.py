@@ -25,7 +25,8 @@ class Tokenizer:
     """The byte-level BPE of a HF `tokenizer.json`, run by tiktoken. What it cannot represent exactly is refused by name."""
 
     def __init__(self, folder: str | Path):
-        path = Path(folder) / "tokenizer.json"
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
         spec = read_json(path)
         model = spec.get("model") or {}
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):

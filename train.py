@@ -3,7 +3,7 @@
     python train.py                                                          # the embedded teacher, mode core
     python train.py --teacher llama3.2-3b --mode core --plan                 # what a run would be; no weights, no network
     torchrun --standalone --nproc_per_node=8 train.py --teacher llama3.2-3b --mode core --data FOLDER
-    python train.py --stage sft --teacher RUN/student --data chats.jsonl     # fine-tune the merged student
+    python train.py --stage sft --init RUN/student --data chats.jsonl        # fine-tune the merged student
     python train.py --resume --out RUN                                       # go on where RUN stopped
 
 One optimizer step, in order: deploy (coordinates -> the student's weights), all micro-batches on the plain student,
@@ -24,17 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import chat
 import core
 import lrc
 import merge
 import plan
 import runs
-from data import Tokenizer, Tokens, place_in_order, prepare
+from data import Mixture, Tokens, identity, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
 from flags import Args, parse, terms
+from prepare import Choice
 from teachers import Refusal, read_json, resolve
+from tokenizer import Tokenizer
 
 
 def learning_rate(args: Args, step: int) -> float:
@@ -100,12 +101,13 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed)
 
 
-def objective_of(args: Args, real_vocab: int) -> Objective:
+def objective_of(args: Args, tokenizer: Tokenizer) -> Objective:
+    separator = tokenizer.separator if args.doc_mask else None
     if args.stage != "distill":
-        return Objective(w_kl=0, w_align=0)
+        return Objective(w_kl=0, w_align=0, separator=separator)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, tokenizer.vocab_size, separator=separator)
 
 
 def make_optimizer(clone: lrc.Clone, args: Args) -> torch.optim.AdamW:
@@ -190,23 +192,23 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     return terms
 
 
-def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[Tokenizer, Path, Tokens, Tokens]:
-    """(tokenizer, folder of shards, training split, held-out split), checked against the teacher."""
+def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[Tokenizer, dict, Tokens | Mixture, Tokens | Mixture]:
+    """(tokenizer, what the data is, training split, held-out split), checked against the network."""
     if not args.data:
-        raise Refusal("--data is needed with this teacher: a .txt or .jsonl file, a folder, or stdlib")
+        raise Refusal("--data is needed: " + ("a .jsonl of chats" if args.stage == "sft" else "a .txt or .jsonl file, a folder, hub:OWNER/NAME, or stdlib"))
     if args.seq_len > shape.max_position_embeddings:
         raise Refusal(f"--seq-len {args.seq_len} is beyond the teacher's {shape.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size > shape.vocab_size:
         raise Refusal(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {shape.vocab_size} rows")
-    def prepared(quiet):
-        return chat.prepare(args.data, folder, tokenizer, quiet=quiet) if args.stage == "sft" else prepare(args.data, tokenizer, quiet=quiet)
+    choice = Choice(chats=args.stage == "sft")
     if place.rank == 0:
-        prepared(quiet=False)
+        prepared(args.data, tokenizer, choice=choice)
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
-    shards = prepared(quiet=True)
-    return tokenizer, shards, Tokens(shards, "train", args.seq_len, tokenizer, args.seed), Tokens(shards, "val", args.seq_len, tokenizer)
+    folders, weights = prepared(args.data, tokenizer, quiet=True, choice=choice)
+    return (tokenizer, identity(args.data, folders), open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
+            open_split(folders, weights, "val", args.seq_len, tokenizer))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,15 +219,15 @@ def main(argv: list[str] | None = None) -> None:
     runs.check_folder(run, args.resume)
     place = find_place(args)
 
-    folder, origin = resolve(args.teacher, args.revision or None)
+    folder, origin = resolve(args.init if args.stage == "sft" else args.teacher, args.revision or None)
     args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
     shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
         plan.check_width(shape, args.width)
-    tokenizer, shards, train, held = tokens_of(args, folder, shape, place)
+    tokenizer, source, train, held = tokens_of(args, folder, shape, place)
     teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
-    identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
+    identity = dict(teacher=origin, data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
 
@@ -241,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Transformer | None, tokenizer: Tokenizer, train: Tokens,
+def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Transformer | None, tokenizer: Tokenizer, train: Tokens | Mixture,
               held_batches) -> None:
     """The loop, from step 0 or from the newest checkpoint to --steps, and what it leaves in the run folder."""
     student, distil = clone.student, args.stage == "distill"
@@ -254,7 +256,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
             dist.broadcast(tensor.data, 0)
         clone.deploy()
-    objective = objective_of(args, tokenizer.vocab_size)
+    objective = objective_of(args, tokenizer)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
     if place.world > 1:
@@ -268,7 +270,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
 
     def score(model: Transformer) -> dict[str, float]:
         with place.precision():
-            return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None)
+            return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None, separator=objective.separator)
 
     def report() -> None:
         figures = score(student)

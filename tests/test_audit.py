@@ -263,7 +263,7 @@ def test_the_neurons_table(capsys, tmp_path):
 
 
 def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_path):
-    from data import Tokenizer
+    from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
     tokenizer = Tokenizer(ROOT / "tiny")
     plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer)
@@ -274,7 +274,7 @@ def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_pat
 @pytest.mark.parametrize("line, word", [("{", "line 1"), ('{"prompt": "x"}', "line 1"), ('{"prompt": "", "answer": "x"}', "where a token ends"),
                                         ('{"prompt": "retu", "answer": "rn"}', "where a token ends"), ("", "no question")])
 def test_cloze_files_are_checked(tmp_path, line, word):
-    from data import Tokenizer
+    from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text(line + "\n" if line else "")
     with pytest.raises(Refusal, match=word):
         neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))

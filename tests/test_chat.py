@@ -9,10 +9,12 @@ from tokenizers import Regex, Tokenizer as HF, decoders, models, normalizers, pr
 from transformers import PreTrainedTokenizerFast
 
 import chat
-import data
-from data import Tokenizer, Tokens, held_out
+import sources
+from data import Tokens
 from distill import IGNORE
+from prepare import FORMAT, Choice, held_out, prepare
 from teachers import Refusal
+from tokenizer import Tokenizer
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # line breaks fuse, as in Llama-3
 BOS, END, STOP, *_ = SPECIAL = ["<|begin|>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|head", "<|head|>", "<|tail|>", "<|eot|>"]
@@ -56,6 +58,10 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     hf.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def prepare_chats(source, folder):
+    return prepare(source, Tokenizer(folder), quiet=True, choice=Choice(chats=True))
 
 
 def model(home, folder, template, **config):
@@ -150,26 +156,27 @@ def test_a_lone_surrogate_in_a_message_disarms_nothing(home, tmp_path):
 
 # -------------------------------------------------------------------------------------------- shards
 
-@pytest.mark.parametrize("shard_tokens", [1 << 20, 120, 1])
-def test_conversations_are_packed_end_to_end_and_targets_are_the_assistants(home, tmp_path, monkeypatch, shard_tokens):
+@pytest.mark.parametrize("part", [1 << 20, 1024])
+def test_conversations_are_packed_end_to_end_and_targets_are_the_assistants(home, tmp_path, monkeypatch, part):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr(sources, "BLOCK", part)
+    monkeypatch.setattr(sources, "PART", (part, part))
     folder, library = model(home, tmp_path / "m", TEMPLATES["llama3"])
     chats = [talk(f"question {n}", "answer " * (n % 9)) for n in range(60)]
     rows = [{"messages": m, "id": n} if n % 2 else {"messages": m} for n, m in enumerate(chats)]
-    out, tokenizer = chat.prepare(jsonl(tmp_path / "chats.jsonl", rows), folder, Tokenizer(folder), quiet=True), Tokenizer(folder)
+    out, tokenizer = prepare_chats(jsonl(tmp_path / "chats.jsonl", rows), folder), Tokenizer(folder)
     sides = {"train": [], "val": []}
     for n, m in enumerate(chats):
         sides["val" if held_out(str(n) if n % 2 else json.dumps(m)) else "train"].append(m)
     summary = json.loads((out / "tokens.json").read_text(encoding="utf-8"))
     assert out.parent.name == "tokens" and summary["source"].endswith("chats.jsonl") and len(summary["fingerprint"]) == 16 and len(sides["val"]) > 1
     for split, members in sides.items():
-        stream = [i for m in members for i in library.apply_chat_template(m, tokenize=True, return_dict=True)["input_ids"]]
-        own = [o for m in members for o in written(folder, m)[1]]
-        assert stream.count(0) == len(members) and END not in library.convert_ids_to_tokens(stream)  # one BOS each; the template separates
+        stream = [i for m in members for i in [*library.apply_chat_template(m, tokenize=True, return_dict=True)["input_ids"], tokenizer.separator]]
+        own = [o for m in members for o in [*written(folder, m)[1], 0]]
+        assert stream.count(0) == stream.count(tokenizer.separator) == len(members)  # one BOS and one separator each
         files = sorted(out.glob(f"{split}-*"))
         assert {load_file(f)["mask"].dtype for f in files} == {np.dtype("uint8")}
-        assert split == "val" or (len(files) > 1) == (shard_tokens < 1 << 20)
+        assert split == "val" or (len(files) > 1) == (part < 1 << 20)
         assert (summary["tokens"][split], summary["assistant"][split]) == (len(stream), sum(own)) and 0 < sum(own) < len(own)
         tokens = Tokens(out, split, 16, tokenizer, 7)
         for pairs, windows in ((zip(*tokens.batch(3, 5)), [tokens.shuffled(p) for p in range(3, 8)]),
@@ -183,13 +190,13 @@ def test_the_same_chats_are_prepared_once_and_again_for_another_template(home, t
     monkeypatch.chdir(tmp_path)
     (folder, _), (other, _) = model(home, tmp_path / "a", TEMPLATES["chatml"]), model(home, tmp_path / "b", TEMPLATES["inst"])
     source, tokenizer = jsonl(tmp_path / "chats.jsonl", [{"messages": talk("a", "b")}]), Tokenizer(folder)
-    first = chat.prepare(source, folder, tokenizer, quiet=True)
+    first = prepare_chats(source, folder)
     times = {f: os.stat(f).st_mtime_ns for f in first.iterdir()}
-    assert chat.prepare(source, folder, tokenizer, quiet=True) == first == chat.prepare(str(first), folder, tokenizer, quiet=True)
+    assert prepare_chats(source, folder) == first == prepare_chats(str(first), folder)
     assert times == {f: os.stat(f).st_mtime_ns for f in first.iterdir()} and os.listdir("tokens") == [first.name]
-    assert chat.prepare(source, other, tokenizer, quiet=True) != first
-    documents = data.prepare(jsonl(tmp_path / "text.jsonl", [{"text": "one"}]), tokenizer, quiet=True)
-    refused(documents.name, "documents", call=chat.prepare, source=str(documents), folder=folder, tokenizer=tokenizer)
+    assert prepare_chats(source, other) != first
+    documents = prepare(jsonl(tmp_path / "text.jsonl", [{"text": "one"}]), tokenizer, quiet=True)
+    refused(documents.name, "documents", call=prepare_chats, source=str(documents), folder=folder)
 
 
 ONES = np.ones(40, np.uint8)
@@ -199,7 +206,7 @@ ONES = np.ones(40, np.uint8)
 def test_a_mask_that_cannot_be_right_is_refused(tmp_path, masks):
     for n, mask in enumerate(masks):
         tensors = {"tokens": np.arange(40, dtype=np.uint16)} | ({} if mask is None else {"mask": mask})
-        save_file(tensors, tmp_path / f"train-{n:05d}.safetensors", {"vocab_size": "40", "tokenizer": "x"})
+        save_file(tensors, tmp_path / f"train-{n:05d}.safetensors", {"format": FORMAT, "vocab_size": "40", "tokenizer": "x"})
     refused("mask", tmp_path.name, call=Tokens, folder=tmp_path, split="train", seq_len=8)
 
 
@@ -207,7 +214,7 @@ def test_a_mask_that_cannot_be_right_is_refused(tmp_path, masks):
 
 def test_where_the_template_is_found_and_that_without_one_an_instruct_model_is_asked_for(home, tmp_path):
     folder, _ = model(home, tmp_path / "base", None)
-    call = dict(call=chat.prepare, source=jsonl(tmp_path / "c.jsonl", [{"messages": talk("a", "b")}]), folder=folder, tokenizer=Tokenizer(folder))
+    call = dict(call=prepare_chats, source=jsonl(tmp_path / "c.jsonl", [{"messages": talk("a", "b")}]), folder=folder)
     refused("base", "instruct", **call)
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     assert chat.read_template(model(home, folder, several)[0]) == ("default", {"bos_token": BOS, "eos_token": END})
@@ -218,23 +225,23 @@ def test_where_the_template_is_found_and_that_without_one_an_instruct_model_is_a
 
 
 @pytest.mark.parametrize("line", [
-    "{not json", "", "[1]", '{"text": "a"}', '{"messages": "a"}', '{"messages": [3]}', '{"messages": []}', '{"messages": [{"role": "assistant"}]}',
+    "{not json", "[1]", '{"text": "a"}', '{"messages": "a"}', '{"messages": [3]}', '{"messages": []}', '{"messages": [{"role": "assistant"}]}',
     '{"messages": [{"role": "assistant", "content": null}]}', '{"messages": [{"role": "user", "content": "unanswered"}]}',
     '{"messages": [{"role": "tool", "content": "a"}, {"role": "assistant", "content": "b"}]}',
     {"messages": talk("a", "b", system="the template raises")}, "rewrites", "prompts"], ids=str)
 def test_a_line_that_is_no_conversation_is_refused_with_its_number(home, tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
-    template, why = TEMPLATES["inst"], 'not {"messages": ' if isinstance(line, str) else "chat template"
+    template, why = TEMPLATES["inst"], "mend or drop" if isinstance(line, str) else "chat template"
     if line in ("rewrites", "prompts"):  # with a third message the first is written anew, or the answer is not what the prompt opens
         template, why = {"rewrites": ("{{ messages | length > 2 }}" + template, "message 2 does not continue"),
                          "prompts": (template + "{{ add_generation_prompt and messages | length > 2 or '' }}", "message 4 does not continue")}[line]
         line = {"messages": talk("a", "b", "c", "d")}
     folder, _ = model(home, tmp_path / "m", template)
     source = jsonl(tmp_path / "bad.jsonl", [{"messages": talk("a", "b")}, line])
-    refused("bad.jsonl, line 2:", why, call=chat.prepare, source=source, folder=folder, tokenizer=Tokenizer(folder), quiet=True)
+    refused("bad.jsonl, line 2:", why, call=prepare_chats, source=source, folder=folder)
     assert os.listdir("tokens") == []
 
 
 def test_a_source_without_jsonl_is_refused(home, tmp_path):
     folder, _ = model(home, tmp_path / "m", TEMPLATES["inst"])
-    refused("stdlib", ".jsonl", call=chat.prepare, source="stdlib", folder=folder, tokenizer=Tokenizer(folder))
+    refused("stdlib", ".jsonl", call=prepare_chats, source="stdlib", folder=folder)

@@ -1,7 +1,5 @@
 """data.py against independent oracles: the `tokenizers` library for ids, plain arithmetic on the token stream for batches."""
 import json
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,11 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer as HF, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import data
-from data import Tokenizer, Tokens, place_in_order, prepare
+import sources
+from data import Mixture, Tokens, identity, open_split, place_in_order, prepared
+from prepare import FORMAT, held_out, prepare
 from teachers import Refusal
+from tokenizer import Tokenizer
 
 ROOT = Path(data.__file__).parent
 TEXTS = [
@@ -61,7 +62,7 @@ def reference(folder):
 
 class Numbers:
     """A stand-in tokenizer whose documents are lists of ids: what prepare() must carry to disk and back unchanged."""
-    fingerprint = "numbers"
+    fingerprint, separator, folder = "numbers", 999, ROOT / "tiny"
 
     def __init__(self, vocab_size=1000):
         self.vocab_size = vocab_size
@@ -188,7 +189,7 @@ def test_ids_survive_the_disk_in_a_width_the_header_states(tmp_path, vocab, dtyp
     assert Tokens(out, shard.name.split("-")[0], len(ids) - 1).window(0).tolist() == ids
 
 
-META = {"vocab_size": "1000", "tokenizer": "numbers"}
+META = {"format": FORMAT, "vocab_size": "1000", "tokenizer": "numbers"}
 
 
 @pytest.mark.parametrize("name, dtype, key, meta, keep", [
@@ -198,6 +199,8 @@ META = {"vocab_size": "1000", "tokenizer": "numbers"}
     ("train-00000", np.uint16, "tokens", META, 5),  # truncated in the header
     ("train-00000", np.uint16, "ids", META, None),
     ("train-00000", np.uint16, "tokens", {"tokenizer": "numbers"}, None),
+    ("lrc-tokens 0", np.uint16, "tokens", META | {"format": "lrc-tokens 0"}, None),
+    ("None", np.uint16, "tokens", {k: META[k] for k in ("vocab_size", "tokenizer")}, None),
     ("train-00000", np.float32, "tokens", META, None),
     (None, np.uint16, "tokens", META, None),  # nothing wrong
 ])
@@ -211,15 +214,16 @@ def test_a_shard_that_cannot_be_right_is_refused(tmp_path, name, dtype, key, met
         assert len(Tokens(tmp_path, "train", 10, Numbers())) == 9
 
 
-@pytest.mark.parametrize("shard_tokens", [1 << 20, 100, 37, 1])
-def test_windows_are_cuts_of_the_joined_documents_however_many_shards_hold_them(tmp_path, monkeypatch, shard_tokens):
-    monkeypatch.setattr(data, "SHARD_TOKENS", shard_tokens)
+@pytest.mark.parametrize("part", [1 << 20, 512, 64])
+def test_windows_are_cuts_of_the_joined_documents_however_many_shards_hold_them(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(sources, "BLOCK", part)
+    monkeypatch.setattr(sources, "PART", (part, part))
     numbers = iter(range(10_000))
     rows = [{"title": f"t{i}", "text": " ".join(str(next(numbers)) for _ in range(1 + i % 23))} for i in range(200)]
-    out = prepare(jsonl(tmp_path / "a.jsonl", rows), Numbers(10_000), tmp_path / "out", quiet=True)
-    stream = [int(w) for r in rows if not data.held_out(r["title"]) for w in r["text"].split()]
+    out = prepare(jsonl(tmp_path / "a.jsonl", rows), Numbers(10_000), tmp_path / "out", quiet=True, workers=1)
+    stream = [int(w) for r in rows if not held_out(r["title"]) for w in r["text"].split()]
     assert stored(out, "train") == stream
-    assert (len(list(out.glob("train-*"))) > 1) == (shard_tokens < len(stream))
+    assert (len(list(out.glob("train-*"))) > 1) == (part < 1 << 20)
     tokens = Tokens(out, "train", 16)
     assert len(tokens) == (len(stream) - 1) // 16
     assert [tokens.window(i).tolist() for i in range(len(tokens))] == [stream[i * 16:i * 16 + 17] for i in range(len(tokens))]
@@ -228,30 +232,12 @@ def test_windows_are_cuts_of_the_joined_documents_however_many_shards_hold_them(
     assert targets[:, :-1].equal(inputs[:, 1:])
 
 
-# ------------------------------------------------------------------------------------------ held out
-
-def sides(tmp_path, name, count):
-    """Document number -> the split where prepare() puts it, seen in the shards."""
-    out = prepare(jsonl(tmp_path / f"{name}.jsonl", [{"title": f"doc {i}", "text": f"{i}"} for i in range(count)]),
-                  Numbers(10_000), tmp_path / name, quiet=True)
-    found = {split: stored(out, split) for split in ("train", "val")}
-    assert sorted(found["train"] + found["val"]) == list(range(count))  # each on exactly one side
-    return {i: split for split in found for i in found[split]}
-
-
-def test_a_document_keeps_its_side_when_others_are_added(tmp_path):
-    few, many = sides(tmp_path, "few", 700), sides(tmp_path, "many", 1500)
-    assert few == {i: many[i] for i in few}
-    assert [i for i, side in few.items() if side == "val"][:3] == [20, 27, 29]  # the same in every process and every version
-    assert 45 < sum(side == "val" for side in many.values()) < 110  # one in twenty
-
-
 # --------------------------------------------------------------------------------------------- order
 
 @pytest.fixture(scope="module")
 def tokens_folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("order")
-    save_file({"tokens": np.arange(0, 1 + 4 * 40, dtype=np.uint16)}, home / "train-00000.safetensors", {"vocab_size": "200", "tokenizer": "x"})
+    save_file({"tokens": np.arange(0, 1 + 4 * 40, dtype=np.uint16)}, home / "train-00000.safetensors", {"format": FORMAT, "vocab_size": "200", "tokenizer": "x"})
     return home  # 40 windows of 4; window i begins with token 4 * i
 
 
@@ -289,69 +275,50 @@ def test_spread_covers_the_split_evenly_and_never_twice(tokens_folder):
         assert all(y.equal(x + 1) for x, y in tokens.spread(count))
 
 
-# ------------------------------------------------------------------------------------------- sources
+# ------------------------------------------------------------------------------------------- mixture
 
-def test_each_kind_of_file_gives_its_documents(tmp_path):
-    long = "".join(f"line {i}\n" + "\n" * (i % 50 == 0) for i in range(2000))
-    (tmp_path / "sub").mkdir()
-    for name, text in {"a.txt": long, "b.md": "# b\n", "sub/c.py": "c = 'é'\n", "d.csv": "no", "e.jsonl": '{"title": "E", "text": "e"}\n'}.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    found = list(data.documents(str(tmp_path)))
-    pieces = [text for name, text in found if name.startswith("a.txt:")]
-    assert "".join(pieces) == long and len(pieces) > 2 and all(p.endswith("\n\n") and len(p) < 6000 for p in pieces[:-1])
-    assert [d for d in found if not d[0].startswith("a.txt:")] == [("b.md", "# b\n"), ("E", "e"), ("sub/c.py", "c = 'é'\n")]
-    assert len({name for name, _ in found}) == len(found)
-    assert list(data.documents(str(tmp_path / "b.md"))) == [("b.md", "# b\n")]
-
-
-def test_stdlib_is_this_python_without_tests_and_packages():
-    names = [name for name, _ in data.source_files("stdlib")]
-    assert "json/decoder.py" in names and len(names) > 300 and names == sorted(names)
-    assert not [n for n in names if {"site-packages", "test", "tests", "idle_test"} & set(n.split("/"))]
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Folders whose windows of 4 begin with 4 * i, plus 10,000 in the second and 20,000 in the third."""
+    home = tmp_path_factory.mktemp("mixture")
+    for k, windows in enumerate((40, 7, 300)):
+        (home / str(k)).mkdir()
+        for split in ("train", "val"):
+            tokens = np.arange(10_000 * k, 10_000 * k + 1 + 4 * windows, dtype=np.uint16)
+            save_file({"tokens": tokens}, home / str(k) / f"{split}-00000.safetensors", {"format": FORMAT, "vocab_size": "30000", "tokenizer": "numbers"})
+        (home / str(k) / "tokens.json").write_text(json.dumps({"source": str(k), "fingerprint": str(k)}), encoding="utf-8")
+    return home
 
 
-@pytest.mark.parametrize("line", ["{not json", '{"title": "no text"}', "[1, 2]", "3", '{"text": null}', '{"text": 5}'])
-def test_a_bad_jsonl_line_is_refused_by_name(folders, tmp_path, line):
-    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + "\n", encoding="utf-8")
-    refused("bad.jsonl", prepare, str(tmp_path / "bad.jsonl"), Tokenizer(folders["tiny"]), tmp_path / "out", quiet=True)
+def test_a_mixture_reads_each_folder_in_its_share_and_in_its_own_order_from_any_position(three):
+    parts = [Tokens(three / str(k), "train", 4, seed=5) for k in range(3)]
+    mixture = Mixture(parts, [10, 0.35, 3], seed=5)
+    reads = [int(mixture.batch(p, 1)[0][0, 0]) for p in range(2 * 1024)]
+    per_folder = [[r for r in reads if r // 10_000 == k] for k in range(3)]
+    for k, (seen, weight) in enumerate(zip(per_folder, (10, 0.35, 3))):
+        assert abs(len(seen) - 2 * 1024 * weight / 13.35) <= 2
+        assert seen == [10_000 * k + 4 * parts[k].shuffled(p) for p in range(len(seen))]  # its own epochs, none skipped
+    assert len(set(reads[:13])) > 3 and [r // 10_000 for r in reads[:1024]] != [r // 10_000 for r in reads[1024:]]
+    again = Mixture(parts, [10, 0.35, 3], seed=5)
+    for p in np.random.default_rng(1).permutation(2048)[:300]:  # as a resumed run asks
+        assert int(again.batch(int(p), 1)[0][0, 0]) == reads[p]
+    inputs, targets = mixture.batch(1020, 8)  # across a period
+    assert inputs[:, 0].tolist() == reads[1020:1028] and targets.equal(inputs + 1)
 
 
-def test_a_failed_prepare_leaves_nothing_behind_and_can_be_tried_again(folders, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{not json\n', encoding="utf-8")
-    for _ in range(2):
-        refused("bad.jsonl", prepare, str(tmp_path / "bad.jsonl"), Tokenizer(folders["tiny"]), tmp_path / "out", quiet=True)
-        assert os.listdir(tmp_path) == ["bad.jsonl"]
+def test_a_mixtures_evaluation_reads_each_folder_in_its_share(three):
+    mixture = Mixture([Tokens(three / str(k), "val", 4) for k in range(3)], [6, 1, 3])
+    first = [int(x) // 10_000 for inputs, _ in mixture.spread(20, 4) for x in inputs[:, 0]]
+    assert [first.count(k) for k in range(3)] == [12, 2, 6]
 
 
-def test_missing_and_empty_and_too_little_are_refused_by_name(folders, tmp_path):
-    tokenizer = Tokenizer(folders["tiny"])
-    refused("nowhere", prepare, str(tmp_path / "nowhere"), tokenizer)
-    (tmp_path / "empty").mkdir()
-    refused("empty", prepare, str(tmp_path / "empty"), tokenizer)
-    out = prepare(jsonl(tmp_path / "a.jsonl", [{"title": "a", "text": "short"}]), tokenizer, tmp_path / "little", quiet=True)
-    for split in ("train", "val"):
-        refused("little", Tokens, out, split, 64, tokenizer)
-
-
-def test_the_same_source_is_prepared_once_and_a_changed_one_again(folders, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer, source = Tokenizer(folders["tiny"]), jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
-    first = prepare(source, tokenizer, quiet=True)
-    times = {f: os.stat(f).st_mtime_ns for f in first.iterdir()}
-    assert prepare(source, tokenizer, quiet=True) == first == prepare(str(first), tokenizer, quiet=True)
-    assert times == {f: os.stat(f).st_mtime_ns for f in first.iterdir()} and os.listdir("tokens") == [first.name]
-    assert prepare(source, Tokenizer(folders["gpt2"]), quiet=True) != first
-    jsonl(tmp_path / "a.jsonl", [{"text": "one and two"}])
-    second = prepare(source, tokenizer, quiet=True)
-    assert second != first and stored(second, "train") + stored(second, "val") == tokenizer.document("one and two")
-
-
-def test_a_named_folder_with_other_tokens_is_not_passed_off_as_this_source(tmp_path):
-    prepare(jsonl(tmp_path / "a.jsonl", [{"text": "1"}]), Numbers(), tmp_path / "out", quiet=True)
-    refused("out", prepare, jsonl(tmp_path / "b.jsonl", [{"text": "2"}]), Numbers(), tmp_path / "out", quiet=True)
-
-
-def test_many_small_documents_take_time_in_proportion_to_their_number(tmp_path):
-    source, start = jsonl(tmp_path / "a.jsonl", [{"text": "1"}] * 12_000), time.process_time()
-    prepare(source, Numbers(), tmp_path / "out", quiet=True)
-    assert time.process_time() - start < 1.5  # 0.3 s where each document costs the same, 4 s where each counts all before it
+def test_the_data_flag_names_folders_with_weights(three, tmp_path):
+    spec = f"{three}/0=10,{three}/2=0.5"
+    folders, weights = prepared(spec, Numbers(30_000))
+    assert (folders, weights) == ([three / "0", three / "2"], [10, 0.5])
+    assert isinstance(open_split(folders, weights, "train", 4, Numbers(30_000)), Mixture)
+    ours, other = identity(spec, folders), identity(f"{three}/0=1,{three}/2=0.5", folders)
+    assert ours["source"] == spec and ours["fingerprint"] != other["fingerprint"]
+    for bad in (f"{three}/0=10,{three}/2", f"{three}/0=x", f"{three}/0=-1", f"{three}/0=nan", f"{three}/0=0"):
+        refused("is not FOLDER=WEIGHT", prepared, bad, Numbers(30_000))
+    refused("1 in 1024", open_split, folders, [1, 1e-9], "train", 4)

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
 from conftest import random_net
-from data import Tokenizer, Tokens, prepare
+from data import Tokens
+from prepare import prepare
+from tokenizer import Tokenizer
 from distill import IGNORE, RECIPES, HeadLoss, Objective, align_sums, evaluate, kl_rows, losses
 
 RANDOM = torch.Generator()

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import eval as ours
-from data import Tokenizer, Tokens, prepare
+from data import Tokens
+from prepare import prepare
+from tokenizer import Tokenizer
 from eval import Model, mean_of_nine, task_table
 from model import Transformer
 from teachers import Refusal

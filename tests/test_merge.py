@@ -18,7 +18,7 @@ import model
 import runs
 import train
 from conftest import SHAPE, random_net
-from data import Tokenizer
+from tokenizer import Tokenizer
 from model import Config, Transformer
 from teachers import Refusal
 

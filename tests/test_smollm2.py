@@ -13,7 +13,9 @@ import torch
 import eval as evals
 import runs
 import train
-from data import Tokenizer, Tokens, prepare
+from data import Tokens
+from prepare import prepare
+from tokenizer import Tokenizer
 from model import Transformer
 from smollm2 import smollm2_folder, wikipedia_leads
 from tasks import tasks_folder
