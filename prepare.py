@@ -125,20 +125,22 @@ class Scribe:
         account["tokens"][side], account["assistant"][side] = len(tokens), int(mask.sum())
         account[f"digest_{side}"] = hashlib.sha256(b"".join(t.tobytes() for t in tensors.values())).hexdigest()
         path = self.making / f"{side}-{number:05d}.safetensors"
-        path.unlink(missing_ok=True)
         if len(tokens):
             save_file(tensors, path.with_suffix(".tmp"), self.metadata)
             os.replace(path.with_suffix(".tmp"), path)
 
-    def trim(self, number: int, account: dict, room: int) -> None:
-        """Cut the training shard of a unit to the documents that fit in `room` tokens."""
+    def trim(self, number: int, account: dict, room: int) -> bool:
+        """Cut the training shard of a unit to the documents that fit in `room` tokens; False where none does."""
         tensors = load_file(self.making / f"train-{number:05d}.safetensors")
         ends = np.flatnonzero(tensors["tokens"] == self.tokenizer.separator) + 1
         fitting = int(np.searchsorted(ends, room, "right"))
-        end = int(ends[fitting - 1]) if fitting else 0
+        if not fitting:
+            return False
+        end = int(ends[fitting - 1])
         account["documents"]["train"] = fitting
         account["bytes"] = round(account["bytes"] * end / account["tokens"]["train"])  # in proportion: the texts are not at hand
         self.save(number, "train", tensors["tokens"][:end], tensors.get("mask", np.empty(0, np.uint8))[:end], account)
+        return True
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -235,7 +237,8 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
             accounts.append(account)
             total = sum(a["tokens"]["train"] for a in accounts)
             if choice.tokens and total >= choice.tokens:
-                own.trim(len(accounts) - 1, account, account["tokens"]["train"] - (total - choice.tokens))
+                if not own.trim(len(accounts) - 1, account, account["tokens"]["train"] - (total - choice.tokens)):
+                    accounts.pop()
                 break
             if not quiet and time.monotonic() - told > (1 if sys.stderr.isatty() else 30):
                 told = time.monotonic()
