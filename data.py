@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,17 +145,11 @@ def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choic
     """`--data` -> its folders of shards and their weights. One source of any kind, or prepared folders: "tokens/a=10,tokens/b=0.35"."""
     if "=" not in data:
         return [prepare(data, tokenizer, quiet=quiet, choice=choice)], [1.0]
-    folders, weights = [], []
-    for item in data.split(","):
-        folder, _, weight = item.rpartition("=")
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            weights.append(-1.0)
-        if not 0 < weights[-1] < float("inf"):
-            raise Refusal(f"--data {data!r}: {item!r} is not FOLDER=WEIGHT with a positive weight")
-        folders.append(prepare(folder, tokenizer, quiet=quiet, choice=choice))
-    return folders, weights
+    parts = [item.rpartition("=") for item in data.split(",")]
+    for folder, _, weight in parts:
+        if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", weight) or not 0 < float(weight) < math.inf:
+            raise Refusal(f"--data {data!r}: {folder}={weight} is not FOLDER=WEIGHT with a positive weight")
+    return [prepare(folder, tokenizer, quiet=quiet, choice=choice) for folder, _, _ in parts], [float(weight) for _, _, weight in parts]
 
 
 def identity(data: str, folders: list[Path]) -> dict:

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
     assert named("--mode", "scratch") == named("--mode", "scratch", "--recipe", "clone") == named("--w-align", "0") == ("kl", "ce")
     assert named("--w-kl", "0", "--without", "o,hidden") == ("ce", "q", "k", "v", "gate", "up")
     for flags, weights in (((), (1, 1)), (("--without", "kl"), (0, 1)), (("--without", "ce", "--w-kl", "0.5"), (0.5, 0)), (("--recipe", "gpd"), (1, 0))):
-        objective = train.objective_of(train.parse(flags), 90)
+        objective = train.objective_of(train.parse(flags), SimpleNamespace(vocab_size=90, separator=0))
         assert (objective.w_kl, objective.w_ce, objective.real_vocab) == (*weights, 90)
         assert objective.align == (() if flags[-1:] == ("gpd",) else ("q", "k", "v", "o", "gate", "up", "hidden"))
     assert train.objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
