@@ -189,8 +189,8 @@ def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
         objective = train.objective_of(train.parse(flags), SimpleNamespace(vocab_size=90, separator=0))
         assert (objective.w_kl, objective.w_ce, objective.real_vocab) == (*weights, 90)
         assert objective.align == (() if flags[-1:] == ("gpd",) else ("q", "k", "v", "o", "gate", "up", "hidden"))
-    assert train.objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
-    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), 90).attention == "cosine"
+    assert train.objective_of(train.parse(("--recipe", "clone")), SimpleNamespace(vocab_size=90, separator=0)).attention == "mse"
+    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), SimpleNamespace(vocab_size=90, separator=0)).attention == "cosine"
 
 
 @pytest.mark.parametrize("flags, words", [
