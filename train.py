@@ -34,6 +34,7 @@ from data import Tokenizer, Tokens, place_in_order, prepare
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
 from flags import Args, parse, terms
+from optimizer import gathered, make_optimizer, training_state
 from teachers import Refusal, read_json, resolve
 
 
@@ -78,6 +79,14 @@ def find_place(args: Args) -> Place:
     return Place(device, rank, world, torch.bfloat16 if half else None)
 
 
+def teacher_dtypes(args: Args, shape: Config, place: Place) -> tuple[torch.dtype, torch.dtype]:
+    """(the teacher's dtype while the clone is built, its dtype in the loop). By default the start is fitted to fp32 weights and the loop
+    runs in the student's precision. A file of bf16 loses nothing as bf16: lrc.py widens what it reads, one block at a time."""
+    runs_in = getattr(torch, args.teacher_dtype, place.autocast or torch.float32)  # auto is no dtype
+    narrow = args.teacher_dtype == "bfloat16" or shape.dtype == "bfloat16" and runs_in == torch.bfloat16
+    return torch.bfloat16 if narrow else torch.float32, runs_in
+
+
 # ---------------------------------------------------------------------------------------- what trains
 
 
@@ -105,29 +114,10 @@ def objective_of(args: Args, real_vocab: int) -> Objective:
         return Objective(w_kl=0, w_align=0)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, args.checkpointing)
 
 
-def make_optimizer(clone: lrc.Clone, args: Args) -> torch.optim.AdamW:
-    """AdamW with its state made here, not at the first step, so that a checkpoint has a place to go."""
-    matrices = [p for p in clone.coordinates().values() if p.dim() == 2]
-    vectors = [p for p in clone.coordinates().values() if p.dim() != 2]
-    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.999), fused=True)
-    for p in matrices + vectors:
-        optimizer.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-    return optimizer
-
-
-def training_state(clone: lrc.Clone, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    """What a resumed run needs besides the step: coordinates, AdamW's moments, the frame. The data order has no state."""
-    tensors = {} if clone.frame is None else {"frame": clone.frame}
-    for name, p in clone.coordinates().items():
-        tensors |= {f"coordinates/{name}": p} | {f"adamw/{name}/{key}": value for key, value in optimizer.state[p].items()}
-    return tensors
-
-
-def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.AdamW) -> int:
+def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
     """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(Path(args.out))
     tensors = runs.read_tensors(folder / "state.safetensors")
@@ -224,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
     if distil:
         plan.check_width(shape, args.width)
     tokenizer, shards, train, held = tokens_of(args, folder, shape, place)
-    teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
+    load = teacher_dtypes(args, shape, place)[0]
+    teacher = Transformer.from_pretrained(folder, load, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
     if args.resume:
         runs.same(run, identity)
@@ -245,13 +236,18 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
               held_batches) -> None:
     """The loop, from step 0 or from the newest checkpoint to --steps, and what it leaves in the run folder."""
     student, distil = clone.student, args.stage == "distill"
-    if teacher is not None and place.autocast:
-        teacher.to(place.autocast)
-    optimizer = make_optimizer(clone, args)
+    student.checkpointing = args.checkpointing
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    if teacher is not None:
+        teacher.to(teacher_dtypes(args, teacher.config, place)[1])
+    optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
     step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
         bases = [basis for m in clone.maps.values() for basis in m.buffers()]
-        for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
+        frame = [] if clone.frame is None else [clone.frame]
+        # one start for all ranks, whatever their hardware; AdamW's moments are zeros or out of one file
+        for tensor in [*clone.coordinates().values(), *frame, *bases]:
             dist.broadcast(tensor.data, 0)
         clone.deploy()
     objective = objective_of(args, tokenizer.vocab_size)
@@ -296,10 +292,13 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
+        last = step == args.steps
+        state = training_state(clone, optimizer) if step % args.save_every == 0 or last else {}
+        if state and args.shard_optimizer:
+            state = gathered(state, place.rank)
         if place.rank != 0:
             continue
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | sums | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
-        last = step == args.steps
         if step % args.log_every == 0 or last:
             left = int((args.steps - step) * spent / (step - begun))
             place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {sums[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in sums)
@@ -309,7 +308,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         if step % args.eval_every == 0 or last:
             report()
         if step % args.save_every == 0 or last:
-            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, training_state(clone, optimizer), clone.weights)
+            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights)
 
     # what it came to
     if place.world > 1:

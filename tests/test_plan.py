@@ -68,7 +68,7 @@ def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, coordinates, d_f
         real = {k: size((p for n, p in named.items() if re.search(pattern, n)), 1) for k, named in (("deployed", deployed), ("trained", trained))}
         assert total.get(group, dict(deployed=0, trained=0)) == real, group
 
-    optimizer = train.make_optimizer(clone, train.Args())
+    optimizer = train.make_optimizer(clone, 1e-4)
     clone.student(ids).square().sum().backward()
     clone.pull_back()
     owned = {id(p): p for p in [*deployed.values(), *trained.values()]}.values()

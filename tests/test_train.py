@@ -221,7 +221,7 @@ def test_the_optimizer_steps_every_coordinate_as_textbook_adamw_does(mode, coord
     """Three steps of float64 arithmetic by hand; the gradient of each step comes out of a pull-back, in whatever layout that has."""
     teacher = random_net().requires_grad_(False)
     clone = built(teacher, mode=mode, coordinates=coordinates)
-    named, optimizer = clone.coordinates(), train.make_optimizer(clone, train.Args(lr=1e-2, weight_decay=0.1))
+    named, optimizer = clone.coordinates(), train.make_optimizer(clone, 1e-2, 0.1)
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in named.values()}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
