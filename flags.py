@@ -169,6 +169,14 @@ def terms(args: Args) -> tuple[str, ...]:
     return tuple(t for t in recipe if t not in without and weight(t))
 
 
+def teacher_dtypes(args: Args, file: str, student: str) -> tuple[str, str]:
+    """The teacher's dtype (while the clone is built, in the loop), from those of its files and of the student's arithmetic. By default the
+    start is fitted to fp32 weights and the loop runs as the student does. Files of bf16 lose nothing as bf16: lrc.py widens what it
+    reads, a block at a time."""
+    loop = student if args.teacher_dtype == "auto" else args.teacher_dtype
+    return ("bfloat16" if args.teacher_dtype == "bfloat16" or file == loop == "bfloat16" else "float32"), loop
+
+
 def check(args: Args) -> None:
     """Refuse numbers that cannot be meant. Written as `not in range`, so that nan is refused too."""
     at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens")

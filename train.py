@@ -33,7 +33,7 @@ import runs
 from data import Tokenizer, Tokens, place_in_order, prepare
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from flags import Args, parse, terms
+from flags import Args, parse, teacher_dtypes, terms
 from optimizer import gathered, make_optimizer, training_state
 from teachers import Refusal, read_json, resolve
 
@@ -77,14 +77,6 @@ def find_place(args: Args) -> Place:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
     return Place(device, rank, world, torch.bfloat16 if half else None)
-
-
-def teacher_dtypes(args: Args, shape: Config, place: Place) -> tuple[torch.dtype, torch.dtype]:
-    """(the teacher's dtype while the clone is built, its dtype in the loop). By default the start is fitted to fp32 weights and the loop
-    runs in the student's precision. A file of bf16 loses nothing as bf16: lrc.py widens what it reads, one block at a time."""
-    runs_in = getattr(torch, args.teacher_dtype, place.autocast or torch.float32)  # auto is no dtype
-    narrow = args.teacher_dtype == "bfloat16" or shape.dtype == "bfloat16" and runs_in == torch.bfloat16
-    return torch.bfloat16 if narrow else torch.float32, runs_in
 
 
 # ---------------------------------------------------------------------------------------- what trains
@@ -214,8 +206,8 @@ def main(argv: list[str] | None = None) -> None:
     if distil:
         plan.check_width(shape, args.width)
     tokenizer, shards, train, held = tokens_of(args, folder, shape, place)
-    load = teacher_dtypes(args, shape, place)[0]
-    teacher = Transformer.from_pretrained(folder, load, str(place.device)).requires_grad_(False) if distil else None
+    start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
+    teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=read_json(shards / "tokens.json"), ranks=place.world)
     if args.resume:
         runs.same(run, identity)
@@ -224,6 +216,8 @@ def main(argv: list[str] | None = None) -> None:
         calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
         calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
+        if distil:
+            teacher.to(loop)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
         carry_out(args, run, place, clone, teacher, tokenizer, train,
@@ -239,8 +233,6 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
     student.checkpointing = args.checkpointing
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    if teacher is not None:
-        teacher.to(teacher_dtypes(args, teacher.config, place)[1])
     optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
     step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
