@@ -125,23 +125,23 @@ def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: 
 
 def activations(c: Config, width: int, args: Args, teacher_bytes: int = 2) -> dict[str, int]:
     """Bytes that one micro-batch adds at its fullest, at the end of its forward, by part; b bytes a number in what the matrices compute (bf16
-    autocast: 2), the stream in fp32. Counted for recipe lrc; tests measure every allocation of small models and agree to 10 %."""
+    autocast: 2), the stream in fp32. Counted for recipe lrc; tests measure every allocation of small models and agree to 2 %."""
     tokens, L, r, H, F, V, n = args.batch_size * args.seq_len, c.num_hidden_layers, width, c.hidden_size, c.intermediate_size, c.vocab_size, c.num_attention_heads
     half = args.dtype != "float32"
     b, heads = 2 if half else 4, 2 * (n + c.num_key_value_heads) * c.head_dim  # q, k, v, o: numbers a token
     # kept for backward in a block: the stream before each norm and the same at RMS 1; what the matrices read of it (autocast casts it for
     # each of the five, fp32 keeps one a norm); rotated q and k, v, the mix, log-sum-exps; gate, silu(gate), up, their product
     block = 4 * 4 * r + (5 * 2 * r if half else 2 * 4 * r) + 2 * 4 + b * heads + 4 * n + 4 * b * F
-    parts = {"student's blocks": tokens * (L * 4 * r + block if args.checkpointing else L * block)}
-    # 512 rows of z, t, dz, softmaxes, logarithms, their temporaries, two left of the chunk before: twelve in all; gone before alignment
-    chunk = 12 * min(512, tokens) * V * 4
-    arithmetic = 0
+    parts = {"student's blocks": tokens * L * (4 * r if args.checkpointing else block)}
+    # of these one at a time. logits: 512 rows of z, t, dz, softmaxes, logarithms and their temporaries, ten in all, and two of the 512 before
+    passing = {"logits": (10 if tokens <= 512 else 12) * min(512, tokens) * V * 4, "a block once more": tokens * block * args.checkpointing}
     if args.stage == "distill" and set(terms(args)) - {"kl", "ce"}:
         ours = b * (heads + 2 * F) if args.checkpointing else b * heads // 2  # without it v, o, gate and up are kept already
         parts["taps of both models"] = tokens * L * (teacher_bytes * (heads + 2 * F + H) + ours)
-        if not args.checkpointing:  # in fp32: both sides of a cosine (taps of fp32 are those), the difference of an MSE, 11 scalars
-            arithmetic = tokens * L * 4 * (2 * heads * half + 2 * F + r + 11)
-    parts["alignment's arithmetic" if arithmetic > chunk else "logits"] = max(arithmetic, chunk)
+        if not args.checkpointing:  # in fp32: both sides of a cosine (taps of fp32 are those, but get a gradient), the difference of an MSE, 11 scalars
+            passing["alignment's arithmetic"] = tokens * L * 4 * ((2 if half else 1) * heads + 2 * F + r + 11)
+    largest = max(passing, key=passing.get)
+    parts[largest] = passing[largest]
     parts["heads"] = 4 * V * r + tokens * (3 * 4 * r + teacher_bytes * H)  # dW in fp32; the streams that they read, and dx
     if half:  # autocast keeps a cast of each weight until the forward ends; the head is cast by hand
         parts["bf16 copies of the weights"] = 2 * numbers(c, width, "pretrain")["total"]["deployed"]

@@ -210,10 +210,10 @@ def test_activations_are_those_that_are_allocated(dtype):
     for align in ("0.2", "0"):
         for flag in ([], ["--checkpointing"]):
             parts, peak = measured(["--dtype", dtype, "--batch-size", "2", "--seq-len", "512", "--w-align", align, *flag])
-            assert sum(parts.values()) == pytest.approx(peak, rel=0.1), (align, flag, parts, peak)
+            assert sum(parts.values()) == pytest.approx(peak, rel=0.02), (align, flag, parts, peak)
             peaks[align, bool(flag)] = peak
     print(dtype, {key: f"{peak / 1e6:.1f} MB" for key, peak in peaks.items()})
-    assert peaks["0.2", True] < 0.8 * peaks["0.2", False] and peaks["0", True] < 0.7 * peaks["0", False]
+    assert peaks["0.2", True] < 0.85 * peaks["0.2", False] and peaks["0", True] < 0.7 * peaks["0", False]
 
 
 def test_what_a_block_keeps_for_backward_is_counted_to_the_byte(ids):
