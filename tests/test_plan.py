@@ -205,12 +205,13 @@ def measured(flags):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_those_that_are_allocated(dtype):
+@pytest.mark.parametrize("sequences", ["2", "8"])  # with 2 the logits are larger than the alignment's arithmetic, with 8 they are not
+def test_activations_are_those_that_are_allocated(dtype, sequences):
     peaks = {}
     for align in ("0.2", "0"):
         for flag in ([], ["--checkpointing"]):
-            parts, peak = measured(["--dtype", dtype, "--batch-size", "2", "--seq-len", "512", "--w-align", align, *flag])
-            assert sum(parts.values()) == pytest.approx(peak, rel=0.02), (align, flag, parts, peak)
+            parts, peak = measured(["--dtype", dtype, "--batch-size", sequences, "--seq-len", "512", "--w-align", align, *flag])
+            assert sum(parts.values()) == pytest.approx(peak, rel=0.035), (align, flag, parts, peak)
             peaks[align, bool(flag)] = peak
     print(dtype, {key: f"{peak / 1e6:.1f} MB" for key, peak in peaks.items()})
     assert peaks["0.2", True] < 0.85 * peaks["0.2", False] and peaks["0", True] < 0.7 * peaks["0", False]
