@@ -152,7 +152,7 @@ def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choic
     return [prepare(folder, tokenizer, quiet=quiet, choice=choice) for folder, _, _ in parts], [float(weight) for _, _, weight in parts]
 
 
-def identity(data: str, folders: list[Path]) -> dict:
+def describe(data: str, folders: list[Path]) -> dict:
     """What the data is, for config.json and the model card: the summary of its folder, or those of a mixture under one fingerprint."""
     parts = [read_json(folder / "tokens.json") for folder in folders]
     if len(parts) == 1:

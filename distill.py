@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from model import widen
 from teachers import Refusal
@@ -54,6 +55,7 @@ class Objective:
     attention: str = "cosine"        # or "mse": the sources disagree, so it is a switch
     hidden: str = "relative"         # or "mse", as published
     real_vocab: int | None = None    # rows the tokenizer can emit; the padded rest would triple the KL at T = 40
+    checkpointing: bool = False      # keep the taps for backward, and nothing of the arithmetic on them
     chunk: int = 512                 # rows of logits alive at once
     separator: int | None = None     # the token that closes a document; with it no attention reaches across (document_mask)
 
@@ -143,17 +145,20 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
 
     attend, compare = {"cosine": cosine, "mse": squared}[objective.attention], {"relative": relative, "mse": squared}[objective.hidden]
     product = lambda tap: F.silu(tap["gate"]) * tap["up"]  # what down_proj reads
+
+    def term(name, s, t, writer):
+        if name == "hidden":
+            return compare(s[name], t[name] @ frame.to(t[name].dtype))
+        if name == "attn_out":  # W_S (a_S - a_T)
+            return mean_square(F.linear(s["o"] - t["o"], writer[0]))
+        if name == "ffn_out":
+            return mean_square(F.linear(product(s) - product(t), writer[1]))
+        return (squared if name in ("gate", "up") else attend)(s[name], t[name])
+
     sums = dict.fromkeys(objective.align, 0.0)
-    for i, (s, t) in enumerate(zip(student, teacher, strict=True)):
+    for s, t, writer in zip(student, teacher, writers or [None] * len(student), strict=True):
         for name in objective.align:
-            if name == "hidden":
-                sums[name] += compare(s[name], t[name] @ frame.to(t[name].dtype))
-            elif name == "attn_out":  # W_S (a_S - a_T)
-                sums[name] += mean_square(F.linear(s["o"] - t["o"], writers[i][0]))
-            elif name == "ffn_out":
-                sums[name] += mean_square(F.linear(product(s) - product(t), writers[i][1]))
-            else:
-                sums[name] += (squared if name in ("gate", "up") else attend)(s[name], t[name])
+            sums[name] += checkpoint(term, name, s, t, writer, use_reentrant=False, preserve_rng_state=False) if objective.checkpointing else term(name, s, t, writer)
     return sums
 
 

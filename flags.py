@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core import MODES
 from distill import RECIPES
-from teachers import PRESETS, Refusal, read_json
+from teachers import PAPER, PAPER_DATA, PAPER_STEP, PAPER_TOKENS, PRESETS, Refusal, read_json
 
 
 def flag(default, help, **more):
@@ -19,6 +20,7 @@ def flag(default, help, **more):
 class Args:
     stage: str = flag("distill", "distill: a student of --teacher; pretrain: random weights in its shape, CE only; sft: its own weights, on chats", choices=["distill", "pretrain", "sft"])
     teacher: str = flag("tiny", f"preset ({', '.join(PRESETS)}), hub id, or local HF folder")
+    preset: str = flag("none", "paper: the published budget, batch, schedule and weights, for every flag not given (teachers.py); --plan prints its data", choices=["none", "paper"])
     revision: str = flag("", "hub revision of the teacher (default: newest; the exact commit is recorded)")
     mode: str = flag("core", "how the student's MLP trains (core.py); scratch: no weight of the teacher's at all, the baseline", choices=[*MODES, "scratch"])
     recipe: str = flag("lrc", "the terms of the objective and the start that goes with them (distill.py)", choices=list(RECIPES))
@@ -52,42 +54,53 @@ class Args:
     resume: bool = flag(False, "go on from the newest checkpoint of --out, with the flags stored there")
     compile: bool = flag(False, "torch.compile the student and the teacher")
     dtype: str = flag("auto", "autocast: auto is bfloat16 where CUDA has it, else float32", choices=["auto", "float32", "bfloat16"])
+    checkpointing: bool = flag(False, "activation checkpointing: a student's block runs again in backward, for less memory; the same numbers")
+    teacher_dtype: str = flag("auto", "the frozen teacher's weights (auto: the start is fitted to fp32 and the loop runs as --dtype says; files of bf16 stay bf16 where it says bf16)",
+                              choices=["auto", "float32", "bfloat16"])
+    shard_optimizer: bool = flag(False, "AdamW's moments shared out over the ranks (ZeroRedundancyOptimizer); the same numbers, and whole checkpoints")
+    tf32: bool = flag(False, "CUDA: matrix products of fp32 in TF32, that is the once-a-step map from coordinates to weights")
     eval_every: int = flag(100, "steps between evaluations on held-out text")
     eval_tokens: int = flag(32768, "held-out tokens an evaluation reads, evenly spread")
     save_every: int = flag(200, "steps between checkpoints")
     log_every: int = flag(20, "steps between progress lines; metrics.jsonl gets every step")
     plan: bool = flag(False, "print what this run would be, and stop")
+    gpus: int = flag(0, "--plan: ranks to count with (0: those of torchrun, else 8 with --preset paper and 1 without)")
+    mfu: float = flag(0.4, "--plan: the share of an H100's peak that is assumed to be reached")
+    gpu_memory: float = flag(80.0, "--plan: GB on a GPU")
 
 
-FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "plan"}
+PLAN_ONLY = {"gpus", "mfu", "gpu_memory"}
+
+
+FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "plan", "checkpointing", "shard_optimizer", *PLAN_ONLY}
 
 
 def parse(argv: list[str] | None, about: str = "") -> Args:
     """Command line -> Args. With --resume the run folder's own flags are the defaults, and contradicting one is refused."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)  # so that what was given and what was not can be told apart
     for f in fields(Args):
         meta, name = dict(f.metadata), "--" + f.name.replace("_", "-")
         meta["help"] += "" if f.default in ("", False, 0, -1) else f" (default: {f.default})"
-        kind = dict(action="store_true") if isinstance(f.default, bool) else dict(type=type(f.default), default=f.default)
-        parser.add_argument(name, **kind, **meta)
-    args = Args(**vars(parser.parse_args(argv)))
+        parser.add_argument(name, **(dict(action="store_true") if isinstance(f.default, bool) else dict(type=type(f.default))), **meta)
+    given = vars(parser.parse_args(argv))
+    args = Args(**given)
     if not args.out:
-        origin = Path(args.init if args.stage == "sft" else args.teacher)
-        origin = origin.parent.name if origin.name == "student" and origin.parent.name else origin.name  # RUN/student
-        args.out = f"runs/{origin}-{args.mode if args.stage == 'distill' else args.stage}"
+        name = Path(network(args))
+        name = name.parent.name if name.name == "student" and name.parent.name else name.name  # RUN/student
+        args.out = f"runs/{name}-{args.mode if args.stage == 'distill' else args.stage}"
     if args.resume:
-        stored = read_json(Path(args.out) / "config.json")["args"]
-        parser.set_defaults(**stored | {"out": args.out})
-        again = Args(**vars(parser.parse_args(argv)))
-        for f in fields(Args):
-            if f.name not in FREE_ON_RESUME and getattr(again, f.name) != stored.get(f.name, f.default):
-                raise Refusal(f"--{f.name.replace('_', '-')} {getattr(again, f.name)} contradicts {args.out}/config.json "
-                              f"({stored.get(f.name, f.default)}); a resumed run keeps its flags")
-        args = again
+        stored = {f.name: f.default for f in fields(Args)} | read_json(Path(args.out) / "config.json")["args"]  # older runs lack newer flags
+        for name, value in given.items():
+            if name not in FREE_ON_RESUME and value != stored[name]:
+                raise Refusal(f"--{name.replace('_', '-')} {value} contradicts {args.out}/config.json ({stored[name]}); a resumed run keeps its flags")
+        args = Args(**stored | given | {"out": args.out})
     check(args)
     if not args.resume:
         check_effect(args)
     preset = PRESETS.get(args.teacher, {})
+    if args.preset == "paper" and not args.resume:
+        follow_paper(args, given)
     args.width = args.width or preset.get("width", 0)
     args.lr = args.lr or (1e-5 if args.stage == "sft" else preset.get("lr", 1e-4))
     args.w_align = preset.get("w_align", 0.2) if args.w_align < 0 else args.w_align
@@ -102,8 +115,42 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     return args
 
 
+def network(args: Args) -> str:
+    """Where the files come from that a run begins with: the teacher's, in fine-tuning the model's own."""
+    return args.init if args.stage == "sft" else args.teacher
+
+
+def ranks(args: Args) -> int:
+    """How many ranks the run has, or with --plan is counted with."""
+    return args.plan and args.gpus or int(os.environ.get("WORLD_SIZE", 0)) or (8 if args.plan and args.preset == "paper" else 1)
+
+
+def follow_paper(args: Args, given: dict) -> None:
+    """Fill the flags that were not given from the published recipe: its constants; batch_size and accum so that a step has 49,152 tokens;
+    steps so that all steps together have its budget."""
+    if args.stage not in PAPER or network(args) == "tiny":
+        raise Refusal(f"--preset paper is a recipe for teachers of 135M parameters and more and for --stage distill or sft, not for "
+                      f"{'the embedded teacher' if args.stage in PAPER else '--stage ' + args.stage}: leave it out")
+    for name, value in PAPER[args.stage].items():
+        setattr(args, name, given.get(name, value))
+    if not {"batch_size", "accum"} <= given.keys():
+        # batch_size * accum = 49,152 tokens / seq_len / ranks: one sequence a micro-batch takes the least memory
+        args.batch_size, args.accum = given.get("batch_size", 1), given.get("accum", 1)
+        micro = args.batch_size * args.accum * args.seq_len * ranks(args)  # tokens, with the factor that is still missing at 1
+        if PAPER_STEP % micro:
+            raise Refusal(f"--preset paper takes {PAPER_STEP:,} tokens a step: not a multiple of {args.batch_size * args.accum} x {args.seq_len} tokens on {ranks(args)} "
+                          "ranks; change the number of ranks (of 2048: 1, 2, 3, 4, 6, 8, 12, 24), or give both --batch-size and --accum")
+        missing = "batch_size" if "accum" in given else "accum"
+        setattr(args, missing, PAPER_STEP // micro)
+    if "steps" not in given:
+        args.steps = round(PAPER_TOKENS[args.stage] / (args.batch_size * args.accum * args.seq_len * ranks(args)))
+    if not args.data and not args.plan:
+        what, commands = PAPER_DATA[args.stage]
+        raise Refusal(f"--data is needed; the paper's is {what}: " + ", then ".join(f"`{c.format(teacher=args.teacher)}`" for c in commands))
+
+
 STARTS = ("auto", "calibrated", "orthonormal", "random")
-OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden"}
+OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden", "teacher_dtype"}
 
 
 def check_effect(args: Args) -> None:
@@ -114,6 +161,10 @@ def check_effect(args: Args) -> None:
         inert |= {name: "--mode scratch inherits and aligns nothing" for name in ("init", "coordinates", "attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "scratch" and args.recipe == "gpd":
         inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
+    if not args.plan:
+        inert |= dict.fromkeys(PLAN_ONLY, "only --plan reads it")
+    if ranks(args) == 1:
+        inert |= {"shard_optimizer": "one rank has nobody to share with"}
     for f in fields(Args):
         if f.name in inert and getattr(args, f.name) != f.default:
             raise Refusal(f"--{f.name.replace('_', '-')} {getattr(args, f.name)} would have no effect: {inert[f.name]}; leave it out")
@@ -130,6 +181,14 @@ def terms(args: Args) -> tuple[str, ...]:
     return tuple(t for t in recipe if t not in without and weight(t))
 
 
+def teacher_dtypes(args: Args, file: str, student: str) -> tuple[str, str]:
+    """The teacher's dtype (while the clone is built, in the loop), from those of its files and of the student's arithmetic. By default the
+    start is fitted to fp32 weights and the loop runs as the student does. Files of bf16 lose nothing as bf16: lrc.py widens what it
+    reads, a block at a time."""
+    loop = student if args.teacher_dtype == "auto" else args.teacher_dtype
+    return ("bfloat16" if args.teacher_dtype == "bfloat16" or file == loop == "bfloat16" else "float32"), loop
+
+
 def check(args: Args) -> None:
     """Refuse what cannot be meant. Ranges are written as `not in range`, so that nan is refused too."""
     if args.stage == "sft" and args.init in STARTS:
@@ -137,8 +196,8 @@ def check(args: Args) -> None:
     if args.stage == "distill" and args.init not in STARTS:
         raise Refusal(f"--init {args.init}: one of {', '.join(STARTS)}; a model to fine-tune goes with --stage sft")
     at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens")
-    ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width"), (0, math.inf)),
-              **dict.fromkeys(("clip", "temperature"), (1e-30, math.inf)), "warmup": (0, 1)}
+    ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width", "gpus"), (0, math.inf)),
+              **dict.fromkeys(("clip", "temperature", "gpu_memory"), (1e-30, math.inf)), "warmup": (0, 1), "mfu": (1e-30, 1)}
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
         if not low <= value <= high or math.isinf(value):

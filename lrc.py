@@ -18,13 +18,14 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 """
 from __future__ import annotations
 
+import contextlib
 import tempfile
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import Transformer, rope_table, unit_rms
+from model import Transformer, rope_table, unit_rms, widen
 from teachers import Refusal
 
 DUAL = ("o_proj.weight", "down_proj.weight")  # these write into the stream: their row space is inherited, not their column space
@@ -141,7 +142,7 @@ def plain_maps(teacher: Transformer, student: Transformer, coordinates: str = "s
     """A Plain map for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are.
     Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
     theirs = dict(teacher.named_parameters())
-    return {name: Plain(theirs[name], w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
+    return {name: Plain(widen(theirs[name]), w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
             for name, w in student.named_parameters() if w.dim() == 2}
 
 
@@ -164,6 +165,19 @@ class Ridge:
         return torch.linalg.solve(self.xx + lam * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device), self.xy).float()
 
 
+@contextlib.contextmanager
+def widened(block: nn.Module):
+    """A teacher's block in fp32 while it is read. For one held in bf16 this is exact, and one block at a time; fp32 stays what it is."""
+    held = {p: p.data for p in block.parameters()}
+    for p, data in held.items():
+        p.data = widen(data)
+    try:
+        yield block
+    finally:
+        for p, data in held.items():
+            p.data = data
+
+
 @torch.no_grad()
 def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: Tensor, say=print) -> Tensor:
     """Fill `student` with W_T P, P fitted layer by layer on calibration text ids, targets (n, T); returns the frame F (H, r).
@@ -176,23 +190,25 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
     rope = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=device))
     chunks = torch.arange(len(ids)).split(max(1, 4096 // ids.shape[1]))  # rows that are in memory together
     n = lambda h: unit_rms(h, c.rms_norm_eps)
-    tied, gain = c.tie_word_embeddings, teacher.norm.weight
+    tied, gain = c.tie_word_embeddings, widen(teacher.norm.weight)
 
     # 1. The frame: Q (H, r), top eigenvectors of the second moment of n(h_T), pooled over the stream before every layer and at the end
     moment = torch.zeros(c.hidden_size, c.hidden_size, dtype=torch.float64, device=device)
     for rows in chunks:
-        h = teacher.embed_tokens(ids[rows].to(device))  # (rows, T, H)
+        h = widen(teacher.embed_tokens(ids[rows].to(device)))  # (rows, T, H)
         for block in [*teacher.layers, None]:
             x = n(h).flatten(0, 1)
             moment += (x.T @ x).double()
-            h = block(h, *rope)[0] if block else h
+            if block:
+                with widened(block):
+                    h = block(h, *rope)[0]
     if not (torch.isfinite(moment).all() and gain.pow(2).sum() > 0):
         raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: is the checkpoint whole?")
     Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
     # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain g_f stands between: turn the frame
     # by it. A common factor is free (every reader normalises), so g_f goes in at RMS 1 and the stream keeps the embedding's size
     frame = gain[:, None] * Q / gain.pow(2).mean().sqrt() if tied else Q
-    student.embed_tokens.weight.copy_(teacher.embed_tokens.weight @ Q)
+    student.embed_tokens.weight.copy_(widen(teacher.embed_tokens.weight) @ Q)
 
     # 2. Layer by layer, both streams advancing together
     with tempfile.TemporaryDirectory() as folder:
@@ -200,9 +216,10 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
                     for who, width in (("teacher", c.hidden_size), ("student", r)))
         for rows in chunks:
             for h, net in ((h_T, teacher), (h_S, student)):
-                h[rows] = net.embed_tokens(ids[rows].to(device)).cpu()
+                h[rows] = widen(net.embed_tokens(ids[rows].to(device))).cpu()
         for i, (theirs, ours) in enumerate(zip(teacher.layers, student.layers)):
-            fit_layer(theirs, ours, h_T, h_S, frame, rope, chunks, device)
+            with widened(theirs):
+                fit_layer(theirs, ours, h_T, h_S, frame, rope, chunks, device)
             say(f"calibrating layer {i + 1}/{len(student.layers)}: {ids.numel():,} tokens, relative error of the stream "
                 f"{stream_error(h_T, h_S, frame, chunks, device):.3f}")
 
@@ -219,7 +236,7 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
         if tied:
             student.norm.weight.copy_(xy / xx)
         else:
-            student.lm_head.weight.copy_(teacher.lm_head.weight @ fit.solve().T)
+            student.lm_head.weight.copy_(widen(teacher.lm_head.weight) @ fit.solve().T)
         scale = best_scale(student, h_S, targets, device)
     student.norm.weight.mul_(scale)
     say(f"calibrated: final gain scaled by {scale:.2f}, the best of {len(SCALES)} on the calibration text")
@@ -315,11 +332,11 @@ def random_start(teacher: Transformer, student: Transformer, kind: str, seed: in
         norm = "norm"  # before the head; a layer has two: layers.3.input_layernorm before attention, the other before the MLP
         if name != "lm_head.weight":
             norm = ".".join(name.split(".")[:2]) + (".input_layernorm" if "self_attn" in name else ".post_attention_layernorm")
-        gain = theirs[f"{norm}.weight"]
+        gain = widen(theirs[f"{norm}.weight"])
         return gain[:, None] * Q * (H / r) ** 0.5
 
     for name, w in student.named_parameters():
         if w.dim() == 2:
-            P = projection(name)
-            w.copy_(P.T @ theirs[name] if name.endswith(DUAL) else theirs[name] @ P)
+            P, W_T = projection(name), widen(theirs[name])
+            w.copy_(P.T @ W_T if name.endswith(DUAL) else W_T @ P)
     return Q

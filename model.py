@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from teachers import Refusal, read_json, resolve
 
@@ -53,6 +54,11 @@ class Config:
     @property
     def qkv_bias(self) -> bool:
         return self.model_type == "qwen2"
+
+    @property
+    def dtype(self) -> str:
+        """What config.json calls the precision of its files; transformers 4 and 5 have a key each."""
+        return self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
 
     @classmethod
     def from_hf(cls, hf: dict, where: str = "config.json") -> Config:
@@ -240,6 +246,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_freq = rope_frequencies(config)
+        self.checkpointing = False  # keep a block's input and taps for backward, compute the rest of it a second time
         self.tie()
 
     def tie(self) -> None:
@@ -254,7 +261,10 @@ class Transformer(nn.Module):
         cos, sin = rope_table(self.rope_freq, torch.arange(ids.shape[1], device=ids.device) if positions is None else positions[:, None])  # (.., T, d)
         tapped = []
         for block in self.layers:
-            h, tap = block(h, cos, sin, mask)
+            if self.checkpointing and torch.is_grad_enabled():  # nothing in a block is random: no generator state to keep
+                h, tap = checkpoint(block, h, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h, tap = block(h, cos, sin, mask)
             if taps:
                 tapped.append(tap)
         out = self.norm(h)

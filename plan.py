@@ -1,13 +1,15 @@
-"""What a run will be, from the configs alone: shapes, numbers, what plain LRC could never reach, tokens, memory.
+"""What a run will be, from the configs alone: shapes, numbers, what plain LRC could never reach, tokens, work, memory.
 
-    python train.py --teacher llama3.2-3b --mode core --plan       # no weights, no network, no GPU
+    python train.py --teacher llama3.2-3b --mode core --plan                        # no weights, no network, no GPU
+    python train.py --teacher llama3.2-3b --preset paper --plan --gpus 8            # the published budget, in GPU-hours
 """
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
+from flags import Args, network, ranks, teacher_dtypes, terms
 from model import Config
-from teachers import PRESETS, Refusal, read_json, resolve
+from teachers import PAPER_DATA, PRESETS, Refusal, read_json, resolve
 
 
 FREE = ("scratch", "pretrain")  # nothing inherited
@@ -44,21 +46,106 @@ def unreachable(c: Config) -> float:
     return 1 - min(c.hidden_size, c.intermediate_size) / c.intermediate_size
 
 
-def memory(c: Config, width: int, mode: str, coordinates: str = "span") -> dict[str, int]:
-    """Bytes that a rank holds all through a run, by part; activations come on top. Teacher in bf16 (CUDA), all else in fp32."""
+# ----------------------------------------------------------------------------------------------- work
+
+H100 = {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12}  # FLOP/s, SXM, dense, by NVIDIA's data sheet
+
+
+def work(c: Config, width: int, args: Args) -> dict[str, float]:
+    """FLOPs a token of a training step, by part. A product of (a, b) by (b, c) is 2abc; softmaxes, norms and the like are left out.
+    Attention counts all T x T pairs, as is usual for MFU, though a causal kernel computes half of them."""
+    block = sum(many * kept * inherited for group, many, kept, inherited in matrices(c).values() if group == "mlp" or group == "attention") / c.hidden_size
+    # q k^T and p v: 2 products of T pairs a token x n heads x d, in each layer
+    pairs = 2 * 2 * args.seq_len * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+    forward = lambda width: 2 * block * width + pairs
+    head = 2 * c.vocab_size
+    parts = {}
+    named = terms(args) if args.stage == "distill" else ("ce",)
+    if set(named) != {"ce"}:
+        parts["teacher, forward"] = forward(c.hidden_size) + head * c.hidden_size * ("kl" in named)
+    # backward is two products for each of forward: the gradients at its two factors
+    parts["student, forward and backward"] = 3 * (forward(width) + head * width)
+    heads, layers = c.num_attention_heads * c.head_dim, c.num_hidden_layers
+    # hidden: h_T F, without a gradient;  attn_out, ffn_out: W_S times a difference, with one
+    frame = 2 * layers * c.hidden_size * width * ("hidden" in named)
+    writes = 2 * layers * width * (heads * ("attn_out" in named) + c.intermediate_size * ("ffn_out" in named))
+    if frame or writes:
+        parts["alignment"] = frame + 3 * writes
+    if args.checkpointing:
+        parts["once more in backward"] = forward(width) + frame + writes
+    return parts
+
+
+def map_work(c: Config, width: int, mode: str, coordinates: str = "span") -> float:
+    """FLOPs a step, on every rank, between coordinates and weights. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
+    bases 2r there and 2r back."""
+    return 0 if mode in FREE else 4 * width * base_numbers(c, mode, coordinates)
+
+
+def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]:
+    """Of one step, at --mfu of an H100's peak: (network: bf16 autocast unless --dtype float32, map: fp32, both TF32 with --tf32)."""
+    wide = H100["tf32" if args.tf32 else "fp32"]
+    tokens = args.batch_size * args.seq_len * args.accum  # a rank
+    return (tokens * sum(work(c, width, args).values()) / (args.mfu * (wide if args.dtype == "float32" else H100["bf16"])),
+            map_work(c, width, mode, args.coordinates) / (args.mfu * wide))
+
+
+# --------------------------------------------------------------------------------------------- memory
+
+
+def base_numbers(c: Config, mode: str, coordinates: str = "span") -> int:
+    """Numbers in all T and C: of an opened matrix kept x kept, else kept x its span."""
+    whole = lambda group: group == "mlp" and mode != "lrc"
+    return sum(many * kept * (kept if whole(group) else inherited if coordinates == "teacher" else min(kept, inherited))
+               for group, many, kept, inherited in matrices(c).values() if not (group == "mlp" and mode == "dense"))
+
+
+def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1) -> dict[str, int]:
+    """Bytes that a rank holds all through a run, by part; activations come on top. `teacher_bytes`: a number of the teacher (bf16 on CUDA);
+    all else is fp32. `shards`: ranks that share AdamW's moments."""
     n, teacher = numbers(c, width, mode, coordinates), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
     deployed, trained = n["total"]["deployed"], n["total"]["trained"]
+    guide, moments = {f"teacher ({'bf16' if teacher_bytes == 2 else 'fp32'})": teacher_bytes * teacher}, 8 * trained // shards
     if mode in FREE:
-        guide = {"teacher (bf16)": 2 * teacher} if mode == "scratch" else {}
-        return guide | {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": 8 * trained}
-    mapped = {name: m for name, m in matrices(c).items() if not (m[0] == "mlp" and mode == "dense")}
+        return (guide if mode == "scratch" else {}) | {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": moments}
     own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
     frozen = n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
-    whole = lambda group: group == "mlp" and mode != "lrc"  # T, and C for what it leaves
-    bases = sum(many * kept * (kept if whole(group) else inherited if coordinates == "teacher" else min(kept, inherited))
-                for group, many, kept, inherited in mapped.values())
-    return {"teacher (bf16)": 2 * teacher, "student": 4 * deployed, "coordinates": 4 * (trained - own),
-            "gradients": 4 * (deployed - frozen + trained - own), "optimizer (AdamW)": 8 * trained, "bases T, C": 4 * bases}
+    return guide | {"student": 4 * deployed, "coordinates": 4 * (trained - own), "gradients": 4 * (deployed - frozen + trained - own),
+                    "optimizer (AdamW)": moments, "bases T, C": 4 * base_numbers(c, mode, coordinates)}
+
+
+def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int) -> int:
+    """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` too the spans of
+    the MLP, from which it starts."""
+    if mode in FREE:
+        return sum(size for part, size in memory(c, width, mode, coordinates, teacher_bytes).items() if part.startswith(("teacher", "student")))
+    begun = memory(c, width, "lrc" if mode == "dense" else mode, coordinates, teacher_bytes)
+    return sum(size for part, size in begun.items() if not part.startswith(("gradients", "optimizer")))
+
+
+def activations(c: Config, width: int, args: Args, teacher_bytes: int = 2) -> dict[str, int]:
+    """Bytes that one micro-batch adds at its fullest, at the end of its forward, by part; b bytes a number in what the matrices compute (bf16
+    autocast: 2), the stream in fp32. Counted for recipe lrc; tests measure every allocation of small models and agree to 3 %."""
+    tokens, L, r, H, F, V, n = args.batch_size * args.seq_len, c.num_hidden_layers, width, c.hidden_size, c.intermediate_size, c.vocab_size, c.num_attention_heads
+    half = args.dtype != "float32"
+    b, heads = 2 if half else 4, 2 * (n + c.num_key_value_heads) * c.head_dim  # q, k, v, o: numbers a token
+    # kept for backward in a block: the stream before each norm and the same at RMS 1; what the matrices read of it (autocast casts it for
+    # each of the five, fp32 keeps one a norm); rotated q and k, v, the mix, log-sum-exps; gate, silu(gate), up, their product
+    block = 4 * 4 * r + (5 * 2 * r if half else 2 * 4 * r) + 2 * 4 + b * heads + 4 * n + 4 * b * F
+    parts = {"student's blocks": tokens * L * (4 * r if args.checkpointing else block)}
+    # of these one at a time. logits: 512 rows of z, t, dz, softmaxes, logarithms and their temporaries, ten in all, and two of the 512 before
+    passing = {"logits": (10 if tokens <= 512 else 12) * min(512, tokens) * V * 4, "a block once more": tokens * block * args.checkpointing}
+    if args.stage == "distill" and set(terms(args)) - {"kl", "ce"}:
+        ours = b * (heads + 2 * F) if args.checkpointing else b * heads // 2  # without it v, o, gate and up are kept already
+        parts["taps of both models"] = tokens * L * (teacher_bytes * (heads + 2 * F + H) + ours)
+        if not args.checkpointing:  # in fp32: both sides of a cosine (taps of fp32 are those, but get a gradient), the difference of an MSE, 11 scalars
+            passing["alignment's arithmetic"] = tokens * L * 4 * ((2 if half else 1) * heads + 2 * F + r + 11)
+    largest = max(passing, key=passing.get)
+    parts[largest] = passing[largest]
+    parts["heads"] = 4 * V * r + tokens * (3 * 4 * r + teacher_bytes * H)  # dW in fp32; the streams that they read, and dx
+    if half:  # autocast keeps a cast of each weight until the forward ends; the head is cast by hand
+        parts["bf16 copies of the weights"] = 2 * numbers(c, width, "pretrain")["total"]["deployed"]
+    return parts
 
 
 def count(n: float) -> str:
@@ -85,9 +172,9 @@ def shape_of(teacher: str, revision: str | None) -> Config:
     return Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
-def show(args) -> None:
-    """Print the account of a run (train.Args) and stop there."""
-    c = shape_of(args.teacher, args.revision or None)
+def show(args: Args) -> None:
+    """Print the account of a run and stop there."""
+    c = shape_of(network(args), args.revision or None)
     width = args.width or c.hidden_size // 2
     if args.stage != "distill":
         width, mode = c.hidden_size, "pretrain"
@@ -95,7 +182,7 @@ def show(args) -> None:
         check_width(c, width)
         mode = args.mode
     plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
-    print(f"teacher   {args.teacher}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
+    print(f"teacher   {network(args)}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
           f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
           f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
     print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}\n")
@@ -104,9 +191,62 @@ def show(args) -> None:
         print(f"{group:<24}{count(row['deployed']):>12}{count(plain[group]['trained']):>15}{count(row['trained']):>17}")
     print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down (1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size})"
           f"; for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.preset == "paper":
+        what, commands = PAPER_DATA[args.stage]
+        print(f"\nrecipe    paper: lr {args.lr:g}, {args.schedule} to 0 after {args.warmup:.1%} warm-up, AdamW (0.9, 0.999), clip {args.clip:g}"
+              + (f", T {args.temperature:g}, lambda {args.w_align:g}, hidden {args.hidden}, attention {args.attention} [sources differ: cosine or mse]" if args.stage == "distill" else "")
+              + f"\ndata      {what}", *(command.format(teacher=args.teacher) for command in commands), sep="\n          ")
+    world = ranks(args)
     step = args.batch_size * args.seq_len * args.accum * world
     print(f"tokens    {args.batch_size} x {args.seq_len} x {args.accum} micro-batches x {world} ranks = {step:,} a step, x {args.steps:,} steps = {count(step * args.steps)}")
-    parts = memory(c, width, mode, args.coordinates)
-    print("memory a rank, activations apart: " + ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
-          + f"; in all {sum(parts.values()) / 1e9:.1f} GB")
+    show_work(c, width, mode, args, world, step)
+    show_memory(c, width, mode, args, world)
+
+
+def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: int) -> None:
+    """FLOPs, and the hours they take under the stated assumption."""
+    parts, mapped, slow = work(c, width, args), map_work(c, width, mode, args.coordinates), "tf32" if args.tf32 else "fp32"
+    total = (step * sum(parts.values()) + world * mapped) * args.steps
+
+    def hours(args: Args) -> str:
+        each = sum(seconds(c, width, mode, args)) * args.steps / 3600
+        brief = lambda number: f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+        return f"{brief(world * each)} GPU-hours, {brief(each / 24)} days on {world} H100"
+
+    network, between = seconds(c, width, mode, args)
+    print(f"work      {sum(parts.values()) / 1e9:.3g} GFLOP a token: " + ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in parts.items())
+          + (f"\n          and between coordinates and weights, once a step on every rank, {mapped / 1e12:.3g} TFLOP" if mapped else "") + f"; in all {total:.3g} FLOP")
+    print(f"time      {hours(args)}, assuming {args.mfu:.0%} of its peak: {H100['bf16'] / 1e12:.0f} TFLOP/s in bf16" + (f", {H100[slow] / 1e12:.0f} in {slow}" if mapped else "")
+          + f"\n          a step: {network:.3g} s for the network" + (f", {between:.3g} s for the map" if mapped else ""))
+    if between > network / 4 and not args.tf32:
+        print(f"          with --tf32, the map at {H100['tf32'] / 1e12:.0f} TFLOP/s: {hours(replace(args, tf32=True))}")
+
+
+def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> None:
+    """Memory a rank, the verdict, and where it does not fit what would make it."""
+    loaded, running = (4 if dtype == "float32" else 2 for dtype in teacher_dtypes(args, c.dtype, "float32" if args.dtype == "float32" else "bfloat16"))
+
+    def peak(mode: str, args: Args) -> tuple[dict, dict, float, float]:
+        held = memory(c, width, mode, args.coordinates, running, world if args.shard_optimizer else 1)
+        added, start = activations(c, width, args, running), at_start(c, width, mode, args.coordinates, loaded)
+        return held, added, start, max(sum(held.values()) + sum(added.values()), start) / 1e9
+
+    held, added, start, most = peak(mode, args)
+    listed = lambda parts: ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items()) + f"; in all {sum(parts.values()) / 1e9:.3g}"
+    print(f"memory    GB a rank, held: {listed(held)}\n          a micro-batch of {args.batch_size} x {args.seq_len} adds: "
+          f"{listed(added)}\n          before the first step: {start / 1e9:.3g}")
+    if most <= args.gpu_memory:
+        return print(f"verdict   {most:.3g} GB fits in {args.gpu_memory:g} GB")
+    print(f"verdict   {most:.3g} GB does not fit in {args.gpu_memory:g} GB")
+    tried = []
+    for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard-optimizer", mode, dict(shard_optimizer=world > 1)),
+                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)), ("--mode dense", "dense", {})]:
+        changed = replace(args, **flags_then)
+        if changed == args and mode_then == mode or mode in FREE and mode_then == "dense":
+            continue
+        tried, args, mode = [*tried, name], changed, mode_then
+        most = peak(mode, args)[3]
+        print(f"          {' '.join(tried)}: {most:.3g} GB" + (", fits" if most <= args.gpu_memory else ""))
+        if most <= args.gpu_memory:
+            return
+    print("          the rest: a smaller --seq-len, a narrower --width, or a GPU with more memory")

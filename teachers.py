@@ -2,7 +2,7 @@
 
 Nothing here knows about tensors. A preset carries the shape of the official Instruct checkpoint, so
 that `train.py --plan` can account for a run with no weights and no network, and the published
-student width and learning rate.
+student width and learning rate. `--preset paper` adds the rest of the published recipe, PAPER.
 """
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Refusal(ValueError):
 
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-LLAMA3 = dict(model_type="llama", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
+LLAMA3 = dict(model_type="llama", torch_dtype="bfloat16", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
               rope_theta=500000.0, max_position_embeddings=131072)
-QWEN25 = dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768, head_dim=128)
+QWEN25 = dict(model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768, head_dim=128)
 
 # name -> hub id (None: in this repository), student width, peak learning rate, the shape (None: read the folder). Tiny has no massive
 # activations, so the published hidden-state MSE serves; but its whole stream is large, so lambda is smaller than the published 0.2
 PRESETS = {
     "tiny": dict(hub=None, width=64, lr=1e-2, w_align=0.02, hidden="mse", config=None),
     "smollm2-135m": dict(hub="HuggingFaceTB/SmolLM2-135M-Instruct", width=288, lr=1e-4, config=dict(
-        model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        model_type="llama", torch_dtype="bfloat16", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=100000.0,
         max_position_embeddings=8192, tie_word_embeddings=True)),
     "llama3.2-3b": dict(hub="meta-llama/Llama-3.2-3B-Instruct", width=1536, lr=1e-4, config=dict(
@@ -46,6 +46,22 @@ PRESETS = {
         QWEN25, vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
         num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)),
 }
+
+# The published recipe, the same for each teacher; width and learning rate are the teacher's, above. Stage -> flags, then what is not a
+# flag: tokens in all, and tokens a step. Sources agree on all but this: one says cosine for attention, one MSE (we keep cosine, see
+# --attention); SFT's tokens a step are not stated (the same here); how often to evaluate and save is ours
+PAPER = {
+    "distill": dict(seq_len=2048, schedule="linear", warmup=0.005, weight_decay=0.0, clip=1.0, temperature=40.0, w_kl=1.0, w_ce=1.0, w_align=0.2,
+                    hidden="mse", eval_every=1000, save_every=2000),
+    "sft": dict(seq_len=2048, schedule="linear", warmup=0.005, weight_decay=0.0, clip=1.0, lr=1e-5, eval_every=1000, save_every=2000)}
+PAPER_TOKENS = {"distill": 10.35e9, "sft": 0.62e9}
+PAPER_STEP = 49152
+PAPER_DATA = {
+    "distill": ("10B tokens of FineWeb-Edu (score 4 or more) and 0.35B of OpenHermes", (
+        "python data.py prepare hub:HuggingFaceFW/fineweb-edu --min-score 4 --tokenizer {teacher} --tokens 10e9 --out tokens/fineweb-edu",
+        "python data.py prepare hub:teknium/OpenHermes-2.5 --tokenizer {teacher} --out tokens/openhermes",
+        "--data tokens/fineweb-edu=10,tokens/openhermes=0.35")),
+    "sft": ("0.62B tokens of 8 instruction sets that our sources do not name (LRC: UltraChat, 0.2B)", ("--data chats.jsonl",))}
 
 
 def resolve(teacher: str, revision: str | None = None, files: list[str] = WANTED) -> tuple[Path, str]:

@@ -29,10 +29,11 @@ import lrc
 import merge
 import plan
 import runs
-from data import Mixture, Tokens, identity, open_split, place_in_order, prepared
+from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from flags import Args, parse, terms
+from flags import Args, network, parse, teacher_dtypes, terms
+from optimizer import gathered, make_optimizer, training_state
 from prepare import Choice
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer
@@ -107,29 +108,10 @@ def objective_of(args: Args, tokenizer: Tokenizer) -> Objective:
         return Objective(w_kl=0, w_align=0, separator=separator)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, tokenizer.vocab_size, separator=separator)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, tokenizer.vocab_size, args.checkpointing, separator=separator)
 
 
-def make_optimizer(clone: lrc.Clone, args: Args) -> torch.optim.AdamW:
-    """AdamW with its state made here, not at the first step, so that a checkpoint has a place to go."""
-    matrices = [p for p in clone.coordinates().values() if p.dim() == 2]
-    vectors = [p for p in clone.coordinates().values() if p.dim() != 2]
-    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.999), fused=True)
-    for p in matrices + vectors:
-        optimizer.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-    return optimizer
-
-
-def training_state(clone: lrc.Clone, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    """What a resumed run needs besides the step: coordinates, AdamW's moments, the frame. The data order has no state."""
-    tensors = {} if clone.frame is None else {"frame": clone.frame}
-    for name, p in clone.coordinates().items():
-        tensors |= {f"coordinates/{name}": p} | {f"adamw/{name}/{key}": value for key, value in optimizer.state[p].items()}
-    return tensors
-
-
-def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.AdamW) -> int:
+def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
     """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(Path(args.out))
     tensors = runs.read_tensors(folder / "state.safetensors")
@@ -207,7 +189,7 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
     folders, weights = prepared(args.data, tokenizer, quiet=True, choice=choice)
-    return (tokenizer, identity(args.data, folders), open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
+    return (tokenizer, describe(args.data, folders), open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
             open_split(folders, weights, "val", args.seq_len, tokenizer))
 
 
@@ -219,14 +201,15 @@ def main(argv: list[str] | None = None) -> None:
     runs.check_folder(run, args.resume)
     place = find_place(args)
 
-    folder, origin = resolve(args.init if args.stage == "sft" else args.teacher, args.revision or None)
+    folder, origin = resolve(network(args), args.revision or None)
     args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
     shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
         plan.check_width(shape, args.width)
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
-    teacher = Transformer.from_pretrained(folder, device=str(place.device)).requires_grad_(False) if distil else None
+    start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
+    teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
@@ -235,6 +218,8 @@ def main(argv: list[str] | None = None) -> None:
         calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
         calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
+        if distil:
+            teacher.to(loop)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
         carry_out(args, run, place, clone, teacher, tokenizer, train,
@@ -247,13 +232,16 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
               held_batches) -> None:
     """The loop, from step 0 or from the newest checkpoint to --steps, and what it leaves in the run folder."""
     student, distil = clone.student, args.stage == "distill"
-    if teacher is not None and place.autocast:
-        teacher.to(place.autocast)
-    optimizer = make_optimizer(clone, args)
+    student.checkpointing = args.checkpointing
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
     step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
         bases = [basis for m in clone.maps.values() for basis in m.buffers()]
-        for tensor in [*training_state(clone, optimizer).values(), *bases]:  # one start for all ranks, whatever their hardware
+        frame = [] if clone.frame is None else [clone.frame]
+        # one start for all ranks, whatever their hardware; AdamW's moments are zeros or out of one file
+        for tensor in [*clone.coordinates().values(), *frame, *bases]:
             dist.broadcast(tensor.data, 0)
         clone.deploy()
     objective = objective_of(args, tokenizer)
@@ -298,10 +286,13 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
+        last = step == args.steps
+        state = training_state(clone, optimizer) if step % args.save_every == 0 or last else {}
+        if state and args.shard_optimizer:
+            state = gathered(state, place.rank)
         if place.rank != 0:
             continue
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | sums | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
-        last = step == args.steps
         if step % args.log_every == 0 or last:
             left = int((args.steps - step) * spent / (step - begun))
             place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {sums[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in sums)
@@ -311,7 +302,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         if step % args.eval_every == 0 or last:
             report()
         if step % args.save_every == 0 or last:
-            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, training_state(clone, optimizer), clone.weights)
+            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights)
 
     # what it came to
     if place.world > 1:

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer as HF, decoders, models, normalizers, pr
 
 import data
 import sources
-from data import Mixture, Tokens, identity, open_split, place_in_order, prepared
+from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from prepare import FORMAT, held_out, prepare
 from teachers import Refusal
 from tokenizer import Tokenizer
@@ -317,7 +317,7 @@ def test_the_data_flag_names_folders_with_weights(three, tmp_path):
     folders, weights = prepared(spec, Numbers(30_000))
     assert (folders, weights) == ([three / "0", three / "2"], [10, 0.5])
     assert isinstance(open_split(folders, weights, "train", 4, Numbers(30_000)), Mixture)
-    ours, other = identity(spec, folders), identity(f"{three}/0=1,{three}/2=0.5", folders)
+    ours, other = describe(spec, folders), describe(f"{three}/0=1,{three}/2=0.5", folders)
     assert ours["source"] == spec and ours["fingerprint"] != other["fingerprint"]
     for bad in (f"{three}/0=10,{three}/2", f"{three}/0=x", f"{three}/0=-1", f"{three}/0=nan", f"{three}/0=0"):
         refused("is not FOLDER=WEIGHT", prepared, bad, Numbers(30_000))

@@ -34,6 +34,8 @@ def commands():
 
 @pytest.mark.parametrize("line", [c for c in commands() if "train.py" in c])
 def test_every_training_command_has_flags_that_exist(line, monkeypatch, tmp_path):
+    if ranks := re.search(r"--nproc_per_node=(\d+)", line):
+        monkeypatch.setenv("WORLD_SIZE", ranks[1])
     line = line[line.index("train.py") + len("train.py"):].split(";")[0]
     for name, value in (("$m", "core"), ("$w", "32"), ("$s", "1")):
         line = line.replace(name, value)
@@ -61,3 +63,13 @@ def test_the_table_of_presets_is_what_plan_counts():
             assert f"| {preset['width']} |" in row and preset["hub"] in row
             assert f"| {plan.unreachable(c):.1%} |" in row
             assert f"| {plan.count(plan.numbers(c, preset['width'], 'core')['total']['deployed'])} |" in row
+
+
+def test_the_table_of_the_published_recipe_is_what_plan_prints(capsys):
+    rows = re.findall(r"^\| (\S+), (core|dense) \| (\S+) \| (\S+) \| (\S+) GB \| (yes|no) \|$", README, re.M)
+    assert len(rows) == 8
+    for teacher, mode, hours, faster, memory, fits in rows:
+        train.main(["--teacher", teacher, "--mode", mode, "--preset", "paper", "--plan", "--checkpointing", "--shard-optimizer"])
+        text = capsys.readouterr().out
+        assert f"time      {hours} GPU-hours" in text and f"TFLOP/s: {faster} GPU-hours" in text
+        assert f"verdict   {memory} GB {'fits' if fits == 'yes' else 'does not fit'} in 80 GB" in text

@@ -1,5 +1,6 @@
 """The loop: runs, resume, ranks, schedules, and what it refuses before the first step."""
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def test_the_optimizer_steps_every_coordinate_as_textbook_adamw_does(mode, coord
     """Three steps of float64 arithmetic by hand; the gradient of each step comes out of a pull-back, in whatever layout that has."""
     teacher = random_net().requires_grad_(False)
     clone = built(teacher, mode=mode, coordinates=coordinates)
-    named, optimizer = clone.coordinates(), train.make_optimizer(clone, train.Args(lr=1e-2, weight_decay=0.1))
+    named, optimizer = clone.coordinates(), train.make_optimizer(clone, 1e-2, 0.1)
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in named.values()}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -277,27 +278,39 @@ def watched(self):
     pull(self)
     seen.append({{name: p.detach().clone() for name, p in self.coordinates().items()}})
     torch.save(seen, {out!r} + ".rank" + os.environ.get("RANK", "0"))
+    if len(seen) == {stop_at}:
+        raise KeyboardInterrupt
 lrc.Clone.pull_back = watched
+making = train.make_optimizer
+def told(*args):
+    made = making(*args)
+    print("moments here:", sum(t.numel() for state in getattr(made, "optim", made).state.values() for name, t in state.items() if name != "step"), flush=True)
+    return made
+train.make_optimizer = told
 train.main({argv!r})
 """
 
 
-def launch(tmp_path, name, argv, ranks):
+def launch(tmp_path, name, argv, ranks, stop_at=0):
     """Run train.main in `ranks` processes with uneven valid tokens; returns the student's weights and each rank's coordinates a step."""
     out = tmp_path / name
     script = tmp_path / f"{name}.py"
-    script.write_text(RANKS.format(root=str(ROOT), out=str(out), argv=[*argv, "--out", str(out)]))
+    script.write_text(RANKS.format(root=str(ROOT), out=str(out), argv=[*argv, "--out", str(out)], stop_at=stop_at))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
     done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return out, load_file(out / "student" / "model.safetensors"), [torch.load(f"{out}.rank{r}", weights_only=True) for r in range(ranks)], done.stdout
 
 
+def without_out(argv):
+    at = argv.index("--out")
+    return argv[:at] + argv[at + 2:]
+
+
 @pytest.mark.parametrize("flags", ["--mode core", pytest.param("--mode random --recipe clone --init random --coordinates teacher", marks=pytest.mark.slow)])
 def test_A10_two_ranks_with_accumulation_2_equal_one_with_4(teacher_folder, tmp_path, flags):
     """Uneven valid tokens, 5 steps; and on both ranks the coordinates are the same bits at every step."""
-    base = command(teacher_folder, "x", "--steps", "5", *flags.split(), "--lr", "1e-3")
-    base = base[:base.index("--out")] + base[base.index("--out") + 2:]
+    base = without_out(command(teacher_folder, "x", "--steps", "5", *flags.split(), "--lr", "1e-3"))
     out1, one, _, _ = launch(tmp_path, "one", [*base, "--accum", "4"], 1)
     out2, two, ranks, screen = launch(tmp_path, "two", [*base, "--accum", "2"], 2)
     for key in one:
@@ -309,11 +322,148 @@ def test_A10_two_ranks_with_accumulation_2_equal_one_with_4(teacher_folder, tmp_
     assert screen.count("step      5/5  kl") == 1  # B36: one rank speaks
 
 
+def moments_of(out):
+    return {name: t for name, t in load_file(next((out / "checkpoint").glob("step-*")) / "state.safetensors").items() if name.startswith("adamw/")}
+
+
+SHARES = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch
+import torch.distributed as dist
+from conftest import random_net
+from safetensors.torch import save_file
+from lrc import Clone
+from optimizer import gathered, make_optimizer, training_state
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + {out!r} + "/meeting", rank=rank, world_size=2)
+for shard in (False, True):
+    clone, generator = Clone(random_net()), torch.Generator().manual_seed(0)
+    optimizer = make_optimizer(clone, 1e-2, 0.1, shard)
+    for lr in (1e-2, 5e-3, 1e-3):  # the loop sets it on the groups
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for p in clone.coordinates().values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    state = training_state(clone, optimizer)
+    whole = gathered(state, rank) if shard else state
+    assert shard or not any(t.is_meta for t in state.values())
+    here = sum(t.numel() for name, t in state.items() if name.startswith("adamw") and not t.is_meta)
+    if rank == 0 or not shard:
+        save_file({{name: t.detach().clone() for name, t in whole.items()}} | {{"here": torch.tensor(here)}}, f"{out}/{{rank}}{{shard}}.safetensors")
+    else:
+        assert whole == {{}}
+"""
+
+
+def test_shared_moments_step_and_gather_to_the_same_bits(tmp_path):
+    script = tmp_path / "shares.py"
+    script.write_text(SHARES.format(root=str(ROOT), out=str(tmp_path)))
+    ranks = [subprocess.Popen([sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    for process in ranks:
+        assert not process.wait(timeout=300), process.stderr.read()[-2000:]
+    whole, other, shared = (load_file(tmp_path / f"{name}.safetensors") for name in ("0False", "1False", "0True"))
+    here = [state.pop("here").item() for state in (whole, other, shared)]
+    assert whole.keys() == shared.keys() and all(torch.equal(t, other[name]) and torch.equal(t, shared[name]) for name, t in whole.items())
+    assert here[0] == here[1] and 0.4 * here[0] < here[2] < 0.6 * here[0]
+
+
+@pytest.mark.slow
+def test_a_sharded_optimizer_changes_no_bit_and_its_checkpoints_are_whole(teacher_folder, tmp_path):
+    """Two ranks: the same 4 steps with the moments whole and shared; then a sharded run that stops at 2 goes on whole, and the other way."""
+    flags = ["--steps", "4", "--save-every", "2", "--eval-every", "4", "--init", "orthonormal", "--weight-decay", "0.1"]
+    base = without_out(command(teacher_folder, "x", *flags))
+    whole, one, ranks, _ = launch(tmp_path, "whole", base, 2)
+    sharded, two, other_ranks, screen = launch(tmp_path, "sharded", [*base, "--shard-optimizer"], 2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(ranks[0], other_ranks[1]) for name in a)  # the gradients, too
+    moments, others = moments_of(whole), moments_of(sharded)
+    assert moments.keys() == others.keys() and all(torch.equal(moments[name], others[name]) for name in moments)
+    assert any(name.endswith("exp_avg_sq") and moments[name].abs().sum() > 0 for name in moments)
+    shares = [int(share) for share in re.findall(r"moments here: (\d+)", screen)]
+    assert sum(shares) == sum(t.numel() for name, t in moments.items() if not name.endswith("step")) and max(shares) < 0.6 * sum(shares)
+
+    for name, first, then in (("a", ["--shard-optimizer"], []), ("b", [], ["--shard-optimizer"])):
+        out = tmp_path / name
+        with pytest.raises(AssertionError):  # the crash
+            launch(tmp_path, name, [*base, *first], 2, stop_at=3)
+        assert runs.newest_checkpoint(out).name == "step-0000002"
+        _, resumed, _, _ = launch(tmp_path, name, ["--resume", *then], 2)
+        assert all(torch.equal(resumed[key], one[key]) for key in one)
+        assert all(torch.equal(t, moments[key]) for key, t in moments_of(out).items())
+
+
+@pytest.mark.parametrize("flags", ["--mode core", "--recipe clone --mode dense", "--w-align 0"])
+def test_checkpointing_changes_no_bit(teacher_folder, tmp_path, bare, flags):
+    plain, saving = (run(teacher_folder, tmp_path / name, "--accum", "2", *flags.split(), *more) for name, more in (("plain", []), ("saving", ["--checkpointing"])))
+    timeless = lambda out: [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in runs.read_metrics(out)]
+    assert timeless(plain) == timeless(saving)
+    state, other = (load_file(next((out / "checkpoint").glob("step-*")) / "state.safetensors") for out in (plain, saving))
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_checkpointing_really_runs_the_blocks_twice(ids):
+    """And gives the same gradients, bit for bit, of every weight and through every tap."""
+    calls, grads = [], []
+    for checkpointing in (False, True):
+        net = random_net()
+        net.checkpointing = checkpointing
+        for block in net.layers:
+            block.mlp.up_proj.register_forward_pre_hook(lambda *_: calls.append(1))
+        out, taps = net(ids, taps=True)
+        (out.pow(2).mean() + sum(t.pow(2).mean() for tap in taps for t in tap.values())).backward()
+        grads.append([p.grad for p in net.parameters()])
+        with torch.no_grad():
+            net(ids)
+        assert len(calls) == (4 if not checkpointing else 4 + 6)  # 2 layers: forward, (again,) and once without a gradient
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.slow
+def test_checkpointing_runs_compiled_and_on_two_ranks(teacher_folder, tmp_path):
+    base = without_out(command(teacher_folder, "x", "--steps", "3", "--accum", "2"))
+    plain, one, _, _ = launch(tmp_path, "plain", base, 2)
+    _, two, _, _ = launch(tmp_path, "saving", [*base, "--checkpointing"], 2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    compiled, _, _, _ = launch(tmp_path, "compiled", [*base, "--checkpointing", "--compile"], 2)
+    for a, b in zip(runs.read_metrics(plain), runs.read_metrics(compiled)):
+        assert figures(a) == pytest.approx(figures(b), rel=1e-4)
+
+
+def test_a_teacher_held_in_bf16_starts_the_student_as_its_fp32_copy_does(teacher_folder, tmp_path, bare):
+    """Weights that bf16 can hold: calibration widens them block by block, so the start is the same bit for bit, in every map and for every start."""
+    narrow = tmp_path / "narrow"
+    shutil.copytree(teacher_folder, narrow)
+    net = Transformer.from_pretrained(teacher_folder)
+    net.to(torch.bfloat16).to(torch.float32).save_pretrained(narrow)
+    for start in ("calibrated", "orthonormal", "random"):
+        for coordinates in ("span", "teacher"):
+            clones = []
+            for dtype in (torch.float32, torch.bfloat16):
+                teacher = Transformer.from_pretrained(narrow, dtype).requires_grad_(False)
+                ids = torch.randint(0, 2048, (12, 32), generator=torch.Generator().manual_seed(1))
+                clones.append(built(teacher, ids, init=start, coordinates=coordinates))
+                assert all(p.dtype == dtype for p in teacher.parameters())
+            one, two = clones
+            assert torch.equal(one.frame, two.frame)
+            assert all(torch.equal(one.weights[name], two.weights[name]) and two.weights[name].dtype == torch.float32 for name in one.weights)
+            assert all(torch.equal(p, two.coordinates()[name]) for name, p in one.coordinates().items())
+
+
+def test_a_bf16_teacher_guides_an_fp32_student(teacher_folder, tmp_path, bare):
+    loss = {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        out = run(teacher_folder, tmp_path / dtype, "--teacher-dtype", dtype, "--steps", "2")
+        assert load_file(out / "student" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+        loss[dtype] = [row["loss"] for row in steps_of(out)]
+    assert loss["auto"] == loss["float32"] != loss["bfloat16"] and loss["bfloat16"] == pytest.approx(loss["float32"], rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [("--w-kl", "0"), ("--w-ce", "0"), ("--w-align", "0"), ("--attention", "mse")])
 def test_B31_every_loss_switch_runs_on_two_ranks(teacher_folder, tmp_path, weights):
-    base = command(teacher_folder, "x", "--steps", "3", *weights)
-    base = base[:base.index("--out")] + base[base.index("--out") + 2:]
+    base = without_out(command(teacher_folder, "x", "--steps", "3", *weights))
     out, _, _, _ = launch(tmp_path, "run", base, 2)
     last = runs.read_metrics(out)[-2]
     if weights[1] == "0":
