@@ -167,9 +167,9 @@ def never_merged(ids: dict[str, int], pairs: dict[tuple[str, str], int], raw: di
     """
     tokens = sorted((token for token in raw if len(token) > 1), key=ids.get)
     table, name, found = {raw[token]: ids[token] for token in raw if len(token) == 1}, {i: token for token, i in ids.items()}, {}
-    for begin, end in itertools.pairwise([0, 1 << 10, 1 << 13, 1 << 16, len(raw)]):
+    for begin, end in itertools.pairwise(sorted({0, *(size for size in (1 << 10, 1 << 13, 1 << 16) if size < len(tokens)), len(tokens)})):
         # tiktoken makes the merges of the tokens proved so far, which come first, the library's own rule the rest
-        proved = tiktoken.Encoding("proved", pat_str=GPT2, mergeable_ranks=table, special_tokens={})
+        proved = tiktoken.Encoding("proved", pat_str=".", mergeable_ranks=table, special_tokens={})
         for token in tokens[begin:end]:
             parts = [name[i] for i in proved._encode_single_piece(raw[token].translate(None, no_token))]
             while len(parts) > 1:
@@ -243,7 +243,7 @@ def split_pattern(pre: dict | None) -> str:
             if first["pattern"].get("Regex") in PATTERNS:
                 return first["pattern"]["Regex"]
             raise Refusal(f"pre-tokenizer Split on {first['pattern']} is not supported")
-    raise Refusal(f"pre-tokenizer {' + '.join(kinds) or None} is not supported in this form: {json.dumps(pre)[:200]}")
+    raise Refusal(f"pre-tokenizer {' + '.join(kinds) or None} is not supported in this form: {json.dumps(pre)}")
 
 
 @functools.cache
@@ -263,7 +263,7 @@ def first_token(post: dict | None, special: dict[str, int]) -> int | None:
     steps, bos = (post["processors"] if post["type"] == "Sequence" else [post]) if post else [], None
     for step in steps:
         if step["type"] == "TemplateProcessing" and bos is None:
-            *before, text = [next(iter(item.items())) for item in step["single"]]
+            *before, text = [[*item.items()][0] for item in step["single"]]
             names = [value["id"] for kind, value in before if kind == "SpecialToken"]
             if text[0] != "Sequence" or len(before) != len(names) or len(names) > 1:
                 raise Refusal("post_processor TemplateProcessing adds more than one token before the text")
