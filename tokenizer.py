@@ -69,10 +69,10 @@ class Tokenizer:
         added = added_tokens(spec.get("added_tokens") or [], ids)
         self.special = {name: token["id"] for name, token in added.items() if token["special"]}
 
-        of_merges = {token for pair in pairs for token in (*pair, "".join(pair))} | {token for token in ids if len(token) == 1}
+        alphabet, raw = byte_alphabet(), {}
+        of_merges = {token for pair in pairs for token in (*pair, "".join(pair))} | alphabet.keys() & ids.keys()
         if both := sorted(of_merges & self.special.keys()):
             raise Refusal(f"special token {both[0]!r} is also a token of ordinary text")
-        alphabet, raw = byte_alphabet(), {}
         for token in ids:
             if token in of_merges or token not in added:
                 if token == "" or not alphabet.keys() >= set(token):
@@ -96,10 +96,13 @@ class Tokenizer:
 
         # the library matches added tokens in two passes, before it normalises the text and after
         self.before = matcher({name: token for name, token in added.items() if not token["normalized"]})
-        self.after = matcher({normal(name, self.normalise): token for name, token in added.items() if token["normalized"]})
+        after = {name: normal(name, self.normalise) for name, token in added.items() if token["normalized"]}
+        if len(set(after.values())) < len(after):
+            raise Refusal(f"two added tokens are one after {self.normalise}")
+        self.after = matcher({normalised: added[name] for name, normalised in after.items()})
         self.bos = first_token(spec.get("post_processor"), self.special)
         self.separator = separator(config, self.special)
-        table = [self.pattern, self.normalise, whole, [sorted(token.items()) for token in added.values()], self.bos, self.separator,
+        table = [self.pattern, self.normalise, whole, sorted(added.items()), self.bos, self.separator,
                  sorted((token.hex(), i) for token, i in ranks.items())]
         self.fingerprint = hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
 

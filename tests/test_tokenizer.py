@@ -197,6 +197,12 @@ def test_added_tokens_that_are_not_special_are_matched_in_text_as_the_library_ma
     assert ours.decode(ours.encode("x<tool_call>y\n")) == "x<tool_call>y\n" and ours.vocab_size > 900
 
 
+def test_two_added_tokens_that_normalising_makes_one_are_refused(folders, tmp_path):
+    same = [AddedToken(name, normalized=True) for name in ("<e\u0301>", "<é>")]
+    refused("two added tokens", Tokenizer, with_added(folders["qwen2"], tmp_path / "q", *same))
+    assert Tokenizer(with_added(folders["gpt2"], tmp_path / "g", *same)).encode("<é>") == library(tmp_path / "g")("<é>") == [901]
+
+
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 def test_an_added_token_that_takes_its_surroundings_along_is_refused(folders, tmp_path, flag):
     refused(flag, Tokenizer, with_added(folders["gpt2"], tmp_path / "added", AddedToken("<mask>", **{flag: True})))
@@ -347,6 +353,7 @@ def test_the_fingerprint_changes_with_whatever_changes_ids(folders, tmp_path):
                lambda s: s["added_tokens"][2].update(special=False),
                lambda s: s["added_tokens"][2].update(special=False, normalized=True),
                lambda s: s["model"]["merges"].pop(),
+               *(lambda s, name=name: s["added_tokens"].append(s["added_tokens"][0] | dict(content=name, id=900, special=False)) for name in ("<x>", "<y>")),
                lambda s: s["model"]["vocab"].update({max(s["model"]["vocab"], key=s["model"]["vocab"].get): 905}),
                lambda s: s.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, s["pre_tokenizer"]]})]
     for k, change in enumerate(changes):
