@@ -285,7 +285,7 @@ def text_figures(model: Model, text: str, teacher: Transformer | None, seq_len: 
         figures = evaluate(model.net, teacher, windows, real_vocab=model.tokenizer.vocab_size)
     targets = [i for _, t in windows for i in t.flatten().tolist() if i != IGNORE]
     special = set(model.tokenizer.special.values())
-    size = sum(len(model.tokenizer.encoding.decode_single_token_bytes(i)) for i in targets if i not in special)
+    size = sum(len(model.tokenizer.bytes[i]) for i in targets if i not in special)
     return {"tokens": len(targets), "bytes": size} | figures | {"bits_per_byte": figures["val_ce"] * len(targets) / size / math.log(2)}
 
 
