@@ -102,13 +102,13 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed)
 
 
-def objective_of(args: Args, tokenizer: Tokenizer) -> Objective:
-    separator = tokenizer.separator if args.doc_mask else None
+def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
+    separator = separator if args.doc_mask else None
     if args.stage != "distill":
         return Objective(w_kl=0, w_align=0, separator=separator)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, tokenizer.vocab_size, args.checkpointing, separator=separator)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, args.checkpointing, separator=separator)
 
 
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
@@ -244,7 +244,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         for tensor in [*clone.coordinates().values(), *frame, *bases]:
             dist.broadcast(tensor.data, 0)
         clone.deploy()
-    objective = objective_of(args, tokenizer)
+    objective = objective_of(args, tokenizer.vocab_size, tokenizer.separator)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
     if place.world > 1:

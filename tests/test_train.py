@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,11 +186,11 @@ def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
     assert named("--mode", "scratch") == named("--mode", "scratch", "--recipe", "clone") == named("--w-align", "0") == ("kl", "ce")
     assert named("--w-kl", "0", "--without", "o,hidden") == ("ce", "q", "k", "v", "gate", "up")
     for flags, weights in (((), (1, 1)), (("--without", "kl"), (0, 1)), (("--without", "ce", "--w-kl", "0.5"), (0.5, 0)), (("--recipe", "gpd"), (1, 0))):
-        objective = train.objective_of(train.parse(flags), SimpleNamespace(vocab_size=90, separator=0))
+        objective = train.objective_of(train.parse(flags), 90)
         assert (objective.w_kl, objective.w_ce, objective.real_vocab) == (*weights, 90)
         assert objective.align == (() if flags[-1:] == ("gpd",) else ("q", "k", "v", "o", "gate", "up", "hidden"))
-    assert train.objective_of(train.parse(("--recipe", "clone")), SimpleNamespace(vocab_size=90, separator=0)).attention == "mse"
-    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), SimpleNamespace(vocab_size=90, separator=0)).attention == "cosine"
+    assert train.objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
+    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), 90).attention == "cosine"
 
 
 @pytest.mark.parametrize("flags, words", [
