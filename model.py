@@ -201,9 +201,10 @@ class Attention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # under autocast q is bf16 while the stream is fp32
         heads = lambda t, count: t.view(B, T, count, self.d).transpose(1, 2)  # (B, count, T, d)
+        shared = lambda t: t if mask is None else t.repeat_interleave(self.n // self.m, 1)  # CUDA's fast kernels take a mask or grouped heads, not both
         mixed = F.scaled_dot_product_attention(  # scale 1/sqrt(d): d is head_dim, never H/n
-            rotate(heads(q, self.n), cos, sin), rotate(heads(k, self.m), cos, sin), heads(v, self.m),
-            attn_mask=mask, is_causal=mask is None, enable_gqa=self.n != self.m)  # (B, n, T, d)
+            rotate(heads(q, self.n), cos, sin), shared(rotate(heads(k, self.m), cos, sin)), shared(heads(v, self.m)),
+            attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None and self.n != self.m)  # (B, n, T, d)
         return q, k, v, mixed.transpose(1, 2).reshape(B, T, self.n * self.d)
 
 
