@@ -106,7 +106,7 @@ def objective_of(args: Args, real_vocab: int) -> Objective:
         return Objective(w_kl=0, w_align=0)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, args.checkpointing)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing)
 
 
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
