@@ -128,9 +128,9 @@ def ranks(args: Args) -> int:
 def follow_paper(args: Args, given: dict) -> None:
     """Fill the flags that were not given from the published recipe: its constants; batch_size and accum so that a step has 49,152 tokens;
     steps so that all steps together have its budget."""
-    if args.stage not in PAPER or network(args) == "tiny":
-        raise Refusal(f"--preset paper is a recipe for teachers of 135M parameters and more and for --stage distill or sft, not for "
-                      f"{'the embedded teacher' if args.stage in PAPER else '--stage ' + args.stage}: leave it out")
+    if args.stage not in PAPER or args.stage == "distill" and args.teacher == "tiny":
+        raise Refusal(f"--preset paper is for --stage distill, with a teacher of 135M parameters or more, and for --stage sft; not for "
+                      f"{'the embedded teacher' if args.stage == 'distill' else '--stage ' + args.stage}: leave it out")
     for name, value in PAPER[args.stage].items():
         setattr(args, name, given.get(name, value))
     if not {"batch_size", "accum"} <= given.keys():

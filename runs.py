@@ -219,7 +219,7 @@ def draw_curves(run: Path) -> None:
     os.replace(run / "curves.tmp.png", run / "curves.png")
 
 
-FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every"}
+FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard_optimizer"}
 
 
 def compare(folders: list[Path]) -> str:

@@ -108,7 +108,7 @@ def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> O
         return Objective(w_kl=0, w_align=0, separator=separator)
     named = terms(args)
     return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, args.checkpointing, separator=separator)
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
 
 
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
