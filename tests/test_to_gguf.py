@@ -119,7 +119,7 @@ def test_a_narrow_qwen2_is_a_llama_with_biases(tmp_path):
             state[f"model.layers.{layer}.{INNER[module]}.{end}"] = w
     theirs = LlamaForCausalLM(config).eval()
     absent, extra = theirs.load_state_dict(state, strict=False)
-    assert not extra and {name.split(".", 3)[-1] for name in absent} == {"self_attn.o_proj.bias", "lm_head.weight"}
+    assert not extra and all(name == "lm_head.weight" or name.endswith("o_proj.bias") for name in absent)
     for layer in theirs.model.layers:
         layer.self_attn.o_proj.bias.zero_()
     theirs.tie_weights()
@@ -229,7 +229,7 @@ def test_ends_and_chat_template(folder, tmp_path):
         post_processor=dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
                             pair=[{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
                             special_tokens={"<s>": {"id": "<s>", "ids": [2048], "tokens": ["<s>"]}}))
-    put("tokenizer_config.json", bos_token="<s>", eos_token={"content": "<|eot|>"}, chat_template="{{ messages }}")
+    put("tokenizer_config.json", bos_token="<s>", eos_token={"__type": "AddedToken", "content": "<|eot|>"}, chat_template="{{ messages }}")
     meta, _, _ = opened(write_gguf(net_of("llama"), copy, tmp_path / "a.gguf"))
     assert (meta["tokenizer.ggml.bos_token_id"], meta["tokenizer.ggml.eos_token_id"]) == (2048, 2049)
     assert meta["tokenizer.ggml.add_bos_token"] is True and AutoTokenizer.from_pretrained(copy)("a")["input_ids"][0] == 2048 == Tokenizer(copy).bos
