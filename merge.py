@@ -1,7 +1,8 @@
-"""What is deployed: a run's student as a Hugging Face folder that stock transformers loads.
+"""What is deployed: a run's student as a Hugging Face folder that stock transformers loads, or as a GGUF file for llama.cpp.
 
     python merge.py RUN                        # -> RUN/student (train.py does the same at the end of a run)
     python merge.py RUN --out DIR --dtype bfloat16
+    python merge.py RUN --gguf                 # -> RUN/student.gguf; a model folder in the place of RUN -> FOLDER.gguf
 
 There is nothing left to multiply here: the network that trained *is* the deployed student (lrc.Clone.deploy), and a checkpoint
 holds its weights in fp32, one plain matrix a projection. The one rounding is the final cast to --dtype.
@@ -19,13 +20,25 @@ import torch
 import runs
 from model import Config, Transformer
 from teachers import Refusal, read_json
+from to_gguf import write_gguf
+
+
+def deployed(run: Path) -> tuple[dict, dict, Transformer]:
+    """(config.json, state.json, student) of the newest checkpoint of `run`. Strict: a missing, extra, misshapen or non-finite tensor
+    is refused by name."""
+    if not (run / "tokenizer").is_dir():
+        raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
+    record = read_json(run / "config.json")
+    folder, state = runs.find_checkpoint(run)
+    student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
+    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), runs.read_tensors(folder / "student.safetensors"))
+    return record, state, student
 
 
 def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float32) -> Path:
     """Write the newest checkpoint of `run` as a HF folder: weights, config, tokenizer files, model card.
 
-    Strict: a missing, extra, misshapen or non-finite tensor is refused by name. The folder appears whole or not at all; a
-    student that already stands at `out` is replaced only then.
+    The folder appears whole or not at all; a student that already stands at `out` is replaced only then.
     """
     run = Path(run)
     out = (Path(out) if out else run / "student").resolve()
@@ -33,12 +46,7 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
         raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
     if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8"):
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
-    if not (run / "tokenizer").is_dir():
-        raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
-    record = read_json(run / "config.json")
-    folder, state = runs.find_checkpoint(run)
-    student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
-    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), runs.read_tensors(folder / "student.safetensors"))
+    record, state, student = deployed(run)
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(making, ignore_errors=True)
     try:
@@ -50,6 +58,19 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return out
+
+
+def export_gguf(source: Path, out: Path | None = None, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the newest checkpoint of a run, or a model folder, as one GGUF file: at `out`, or in it if that is a folder."""
+    source = Path(source)
+    exported = (source / "model.safetensors").exists() or (source / "model.safetensors.index.json").exists()
+    default = source.resolve().with_name(f"{source.resolve().name}.gguf") if exported else source / "student.gguf"
+    out = Path(out) / default.name if out and Path(out).is_dir() else Path(out or default)
+    if out.exists() and out.open("rb").read(4) != b"GGUF":
+        raise Refusal(f"{out}: exists and is no GGUF file; choose another --out")
+    if exported:
+        return write_gguf(Transformer.from_pretrained(source), source, out, dtype)
+    return write_gguf(deployed(source)[2], source / "tokenizer", out, dtype)
 
 
 def swap(making: Path, out: Path) -> None:
@@ -91,11 +112,15 @@ def figures(rows: list[dict], names: tuple[str, ...]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of train.py")
-    parser.add_argument("--out", type=Path, help="folder to write (default: RUN/student)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the exported weights (default: float32)")
+    parser.add_argument("run", type=Path, help="run folder of train.py; with --gguf also a model folder")
+    parser.add_argument("--out", type=Path, help="folder to write (default: RUN/student); with --gguf a file (default: RUN/student.gguf)")
+    parser.add_argument("--gguf", action="store_true", help="write a GGUF file for llama.cpp instead of a Hugging Face folder")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
+                        help="of the exported weights (default: float32); float16, which large activations overflow, with --gguf alone")
     arguments = parser.parse_args()
+    if arguments.dtype == "float16" and not arguments.gguf:
+        parser.error("--dtype float16 goes with --gguf: transformers computes in the dtype of the file, and fp16 activations overflow; take bfloat16")
     try:
-        print(export(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
+        print((export_gguf if arguments.gguf else export)(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -235,3 +236,43 @@ def test_a_run_holds_no_wrapper_names_and_no_pickle_a11_b37(made, run, tmp_path)
     (runs.newest_checkpoint(run) / "student.safetensors").write_bytes(pickle.dumps(Touch()))
     refused(lambda: merge.export(run), "checkpoint")
     assert not (tmp_path / "touched").exists()
+
+
+def command(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["merge.py", *map(str, words)])
+    runpy.run_path(str(ROOT / "merge.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gguf_of_a_run_and_of_its_student_is_what_trained(made, kind, tmp_path):
+    """Bit for bit in the matrices that llama.cpp takes as they are; test_to_gguf.py looks at every one."""
+    of_run, of_folder = merge.export_gguf(made / kind, tmp_path / "student.gguf"), merge.export_gguf(made / kind / "student")
+    assert of_folder == made / kind / "student.gguf" and of_folder.read_bytes() == of_run.read_bytes()
+    of_folder.unlink()
+    weights, reader = trained(made / kind).state_dict(), GGUFReader(of_run)
+    found = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors}
+    assert torch.equal(found["token_embd.weight"], weights["embed_tokens.weight"]) and ("output.weight" in found) == (kind == "untied")
+    assert torch.equal(found["blk.1.ffn_down.weight"], weights["layers.1.mlp.down_proj.weight"])
+    assert ("blk.0.attn_v.bias" in found) == (kind == "qwen2") and ("rope_freqs.weight" in found) == (kind == "tied")
+
+
+def test_gguf_command_writes_beside_the_student_in_a_folder_or_where_it_is_told(run, tmp_path, monkeypatch, capsys):
+    command(monkeypatch, run, "--gguf")
+    command(monkeypatch, run, "--gguf", "--out", tmp_path, "--dtype", "float16")
+    command(monkeypatch, run / "student", "--gguf", "--out", tmp_path / "b.gguf", "--dtype", "bfloat16")
+    files = [run / "student.gguf", tmp_path / "student.gguf", tmp_path / "b.gguf"]
+    assert capsys.readouterr().out.split() == [str(f) for f in files]
+    assert [GGUFReader(f).fields["general.file_type"].contents() for f in files] == [0, 1, 32] and not list(tmp_path.rglob("*.tmp"))
+    before = files[0].read_bytes()
+    command(monkeypatch, run, "--gguf")
+    assert files[0].read_bytes() == before
+
+
+def test_gguf_never_replaces_another_file_and_fp16_is_for_gguf_alone(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    refused(lambda: merge.export_gguf(run, tmp_path / "notes.txt"), str(tmp_path / "notes.txt"), "no GGUF file")
+    refused(lambda: merge.export_gguf(tmp_path), str(tmp_path), "no tokenizer folder")
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
+    with pytest.raises(SystemExit) as caught:
+        command(monkeypatch, run, "--dtype", "float16")
+    assert caught.value.code == 2 and "--gguf" in capsys.readouterr().err
