@@ -22,6 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lrc import Clone, Plain
+from model import Transformer, widen
 
 MODES = ("lrc", "dense", "core", "random", "slice")
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -69,13 +70,59 @@ class Opened(Plain):
         self.Zc.grad = self.flip(G).T @ self.C
 
 
-def open_mlp(clone: Clone, mode: str, seed: int = 0) -> Clone:
-    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit.
-    `seed` is that of R and A; `core` uses none."""
+class Implicit(Plain):
+    """`core` with neither T nor U_perp in memory: the same coordinates, from the teacher's own matrix and two of (k, k).
+
+    With T = W_T M, E the first k columns of the unit matrix and Y = E - T, the matrix
+        Q = 1 - Y S Y^T,    S = (1 - T_1^T)^-1,    T_1 (k, k) the first rows of T
+    is orthogonal (S^-1 + S^-T = Y^T Y) and Q E = T, so Q = [T U]. There is one such Q, and the reflectors of a QR of T multiply to it: U is
+    the U_perp that `complement` writes out. QR turns the sign of some columns of T, which keeps 1 - T_1 far from singular; so do we, and
+    turn Z with them. A row of coordinates [Z Zc] and a row of G^T then meet W_T twice, once each way, instead of T and U_perp:
+        X Q = X - u S Y^T,   u = X Y = X_1 - (X W_T) M,   (.) Y^T = (.) E^T - ((.) M^T) W_T^T
+    """
+
+    def __init__(self, plain: Plain, teacher_weight: Tensor):
+        """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value."""
+        nn.Module.__init__(self)
+        self.dual, self.Z, self.teacher_weight = plain.dual, plain.Z, (teacher_weight,)  # in a tuple, or it would count as a coordinate
+        T, k, A = plain.T, plain.T.shape[1], self.flip(teacher_weight).detach().double()
+        sign = torch.linalg.qr(T).R.diagonal().sign()
+        T = (T * sign).double()
+        unit = torch.eye(k, dtype=T.dtype, device=T.device)
+        buffers = {"sign": sign, "M": torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ T), "S": torch.linalg.inv(unit - T[:k].T)}
+        for name, value in buffers.items():  # (k,), (H, k), (k, k)
+            self.register_buffer(name, value.to(plain.T.dtype), persistent=False)
+        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))  # (r, out - k)
+
+    def rotate(self, X: Tensor, S: Tensor) -> Tensor:
+        """X (r, out) -> X - (X Y) S Y^T: X Q for S, X Q^T for S^T."""
+        W_T, k = widen(self.flip(self.teacher_weight[0])), len(S)
+        u = (X[:, :k] - (X @ W_T) @ self.M) @ S  # (r, k)
+        X = X + (u @ self.M.T) @ W_T.T
+        X[:, :k] -= u
+        return X
+
+    def weight(self) -> Tensor:
+        """[T U_perp] [Z Zc]^T."""
+        return self.flip(self.rotate(torch.cat([self.Z * self.sign, self.Zc], 1), self.S.T).T)
+
+    def pull_back(self, G: Tensor) -> None:
+        """dL/d[Z Zc] = G^T [T U_perp]."""
+        X = self.rotate(self.flip(G).T, self.S)
+        k = len(self.sign)
+        self.Z.grad, self.Zc.grad = (X[:, :k] * self.sign).contiguous(), X[:, k:].contiguous()  # fused AdamW reads memory, not strides
+
+
+def open_mlp(clone: Clone, mode: str, seed: int = 0, teacher: Transformer | None = None) -> Clone:
+    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with a teacher: by rounding).
+    `seed` is that of R and A; `core` uses none. With a `teacher`, `core` goes by its weights instead of explicit bases (Implicit)."""
+    theirs = dict(teacher.named_parameters()) if teacher is not None else {}
     generator = torch.Generator().manual_seed(seed)
     for name in [n for n in clone.maps if n.endswith(MLP)]:
         if mode == "dense":
             del clone.maps[name]  # the deployed matrix is its own coordinate
+        elif mode == "core" and theirs:
+            clone.maps[name] = Implicit(clone.maps[name], theirs[name])
         elif mode != "lrc":
             clone.maps[name] = Opened(clone.maps[name], directions(mode, clone.maps[name].T, generator))
     return clone
