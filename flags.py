@@ -28,6 +28,7 @@ class Args:
     init: str = flag("auto", "the start: calibrated, or W_T P with a random P: orthonormal, or random, N(0, 0.02) as LRC's own code (auto: gpd orthonormal, else "
                              "calibrated); with --stage sft the model to fine-tune: RUN/student, or another folder or hub id")
     coordinates: str = flag("span", "what stays in the span trains as Z (span) or as P, W = W_T P (teacher)", choices=["span", "teacher"])
+    bases: str = flag("explicit", "core's [T U_perp]: explicit matrices, d_ff^2 numbers each; implicit: from the teacher's own weights, 2 H^2 (core.Implicit)", choices=["explicit", "implicit"])
     width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
     data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl/.parquet file, a folder of such, hub:OWNER/NAME, a prepared folder, or a mixture of those by weight, "
                          "a=10,b=0.35 (default for tiny: stdlib); for sft a .jsonl of chats")
@@ -150,7 +151,7 @@ def follow_paper(args: Args, given: dict) -> None:
 
 
 STARTS = ("auto", "calibrated", "orthonormal", "random")
-OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden", "teacher_dtype"}
+OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "bases", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden", "teacher_dtype"}
 
 
 def check_effect(args: Args) -> None:
@@ -161,6 +162,8 @@ def check_effect(args: Args) -> None:
         inert |= {name: "--mode scratch inherits and aligns nothing" for name in ("init", "coordinates", "attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "scratch" and args.recipe == "gpd":
         inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
+    if args.stage == "distill" and args.mode != "core":
+        inert |= {"bases": f"mode {args.mode} has no U_perp"}
     if not args.plan:
         inert |= dict.fromkeys(PLAN_ONLY, "only --plan reads it")
     if ranks(args) == 1:

@@ -76,10 +76,15 @@ def work(c: Config, width: int, args: Args) -> dict[str, float]:
     return parts
 
 
-def map_work(c: Config, width: int, mode: str, coordinates: str = "span") -> float:
+def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> float:
     """FLOPs a step, on every rank, between coordinates and weights. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
-    bases 2r there and 2r back."""
-    return 0 if mode in FREE else 4 * width * base_numbers(c, mode, coordinates)
+    bases 2r there and 2r back. Implicit bases (core.Implicit.rotate) meet W_T, M, S, M^T and W_T^T, there and back."""
+    if mode in FREE:
+        return 0
+    rotate = lambda kept, H, k: 2 * width * (2 * kept * H + 2 * H * k + k * k)
+    return sum(many * (2 * rotate(kept, inherited, min(kept, inherited)) if group == "mlp" and bases == "implicit" else
+                       4 * width * basis(group, kept, inherited, mode, coordinates))
+               for group, many, kept, inherited in matrices(c).values())
 
 
 def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]:
@@ -87,20 +92,25 @@ def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]
     wide = H100["tf32" if args.tf32 else "fp32"]
     tokens = args.batch_size * args.seq_len * args.accum  # a rank
     return (tokens * sum(work(c, width, args).values()) / (args.mfu * (wide if args.dtype == "float32" else H100["bf16"])),
-            map_work(c, width, mode, args.coordinates) / (args.mfu * wide))
+            map_work(c, width, mode, args.coordinates, args.bases) / (args.mfu * wide))
 
 
 # --------------------------------------------------------------------------------------------- memory
 
 
-def base_numbers(c: Config, mode: str, coordinates: str = "span") -> int:
-    """Numbers in all T and C: of an opened matrix kept x kept, else kept x its span."""
-    whole = lambda group: group == "mlp" and mode != "lrc"
-    return sum(many * kept * (kept if whole(group) else inherited if coordinates == "teacher" else min(kept, inherited))
-               for group, many, kept, inherited in matrices(c).values() if not (group == "mlp" and mode == "dense"))
+def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> int:
+    """Numbers in the T and C of one matrix: of an opened one kept x kept, or with implicit bases M, S and signs; else kept x its span."""
+    k = min(kept, inherited)
+    if group == "mlp" and mode == "dense":
+        return 0
+    if group == "mlp" and bases == "implicit":
+        return inherited * k + k * k + k
+    if group == "mlp" and mode != "lrc":
+        return kept * kept
+    return kept * (inherited if coordinates == "teacher" else k)
 
 
-def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1) -> dict[str, int]:
+def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1, bases: str = "explicit") -> dict[str, int]:
     """Bytes that a rank holds all through a run, by part; activations come on top. `teacher_bytes`: a number of the teacher (bf16 on CUDA);
     all else is fp32. `shards`: ranks that share AdamW's moments."""
     n, teacher = numbers(c, width, mode, coordinates), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
@@ -108,18 +118,19 @@ def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_
     guide, moments = {f"teacher ({'bf16' if teacher_bytes == 2 else 'fp32'})": teacher_bytes * teacher}, 8 * trained // shards
     if mode in FREE:
         return (guide if mode == "scratch" else {}) | {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": moments}
+    frozen_bases = sum(many * basis(group, kept, inherited, mode, coordinates, bases) for group, many, kept, inherited in matrices(c).values())
     own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
     frozen = n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
     return guide | {"student": 4 * deployed, "coordinates": 4 * (trained - own), "gradients": 4 * (deployed - frozen + trained - own),
-                    "optimizer (AdamW)": moments, "bases T, C": 4 * base_numbers(c, mode, coordinates)}
+                    "optimizer (AdamW)": moments, "bases T, C": 4 * frozen_bases}
 
 
-def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int) -> int:
-    """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` too the spans of
-    the MLP, from which it starts."""
+def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int, bases: str = "explicit") -> int:
+    """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` and implicit
+    bases too the spans of the MLP, from which they start."""
     if mode in FREE:
         return sum(size for part, size in memory(c, width, mode, coordinates, teacher_bytes).items() if part.startswith(("teacher", "student")))
-    begun = memory(c, width, "lrc" if mode == "dense" else mode, coordinates, teacher_bytes)
+    begun = memory(c, width, "lrc" if mode == "dense" or bases == "implicit" else mode, coordinates, teacher_bytes)
     return sum(size for part, size in begun.items() if not part.startswith(("gradients", "optimizer")))
 
 
@@ -205,7 +216,7 @@ def show(args: Args) -> None:
 
 def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: int) -> None:
     """FLOPs, and the hours they take under the stated assumption."""
-    parts, mapped, slow = work(c, width, args), map_work(c, width, mode, args.coordinates), "tf32" if args.tf32 else "fp32"
+    parts, mapped, slow = work(c, width, args), map_work(c, width, mode, args.coordinates, args.bases), "tf32" if args.tf32 else "fp32"
     total = (step * sum(parts.values()) + world * mapped) * args.steps
 
     def hours(args: Args) -> str:
@@ -227,8 +238,8 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
     loaded, running = (4 if dtype == "float32" else 2 for dtype in teacher_dtypes(args, c.dtype, "float32" if args.dtype == "float32" else "bfloat16"))
 
     def peak(mode: str, args: Args) -> tuple[dict, dict, float, float]:
-        held = memory(c, width, mode, args.coordinates, running, world if args.shard_optimizer else 1)
-        added, start = activations(c, width, args, running), at_start(c, width, mode, args.coordinates, loaded)
+        held = memory(c, width, mode, args.coordinates, running, world if args.shard_optimizer else 1, args.bases)
+        added, start = activations(c, width, args, running), at_start(c, width, mode, args.coordinates, loaded, args.bases)
         return held, added, start, max(sum(held.values()) + sum(added.values()), start) / 1e9
 
     held, added, start, most = peak(mode, args)
@@ -240,7 +251,8 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
     print(f"verdict   {most:.3g} GB does not fit in {args.gpu_memory:g} GB")
     tried = []
     for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard-optimizer", mode, dict(shard_optimizer=world > 1)),
-                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)), ("--mode dense", "dense", {})]:
+                                        ("--bases implicit", mode, dict(bases="implicit") if mode == "core" else {}),
+                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)), ("--mode dense", "dense", dict(bases="explicit"))]:
         changed = replace(args, **flags_then)
         if changed == args and mode_then == mode or mode in FREE and mode_then == "dense":
             continue

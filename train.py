@@ -99,7 +99,7 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     if not args.resume:
         frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
     maps = lrc.plain_maps(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
-    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed)
+    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, teacher if args.bases == "implicit" else None)
 
 
 def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
@@ -209,6 +209,9 @@ def main(argv: list[str] | None = None) -> None:
         plan.check_width(shape, args.width)
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
     start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
+    if args.bases == "implicit" and start != loop:
+        raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(loop).removeprefix('torch.')} those of {folder} would be others: "
+                      "give --teacher-dtype float32, or --bases explicit")
     teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=source, ranks=place.world)
     if args.resume:
