@@ -101,6 +101,9 @@ def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
              ("last training step", figures(train[-1:], ("loss", "kl", "ce", "align"))),
              ("held-out", figures(held[-1:], ("val_ce", "val_kl", "val_top1"))),
              ("code", record["git_commit"] or "not in git")]
+    c = student.config
+    if c.model_type == "qwen2" and c.hidden_size != c.num_attention_heads * c.head_dim:  # the warning travels with the folder
+        lines.append(("serving", "vLLM: --model-impl transformers (its own Qwen2 takes width / heads for head_dim and answers wrongly)"))
     return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {made[args['stage']]}\n\n"
             "Made with the code of low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; val_kl is KL(teacher || student) at T = 1.\n\n"
             "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in lines))

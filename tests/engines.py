@@ -22,9 +22,12 @@ from pathlib import Path
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self,", "In 1969 the first",
            "Water is made of hydrogen and", "Question: What is 12 + 30?\nAnswer:", Path(__file__).read_text(encoding="utf-8")[:900]]
-TEXTS = ["Hello world", " leading and trailing ", "\n\n1 2\n 3", "    indented\n\t\ttabs\n", "x = 12345.678e-9", "2023年12月31日", "don't I'LL we've IT'S",
-         "naïve café", "日本語のテキスト", "Привет, мир!", "emoji 👩‍👩‍👧 🏳️‍🌈", "a" * 40, "...!!!??? --- ***", "CamelCase snake_case kebab-case",
-         "if (a[i] != b[j]) { return ++c; }", "https://example.org/a?b=c&d=%20", "line\r\nline\r\n\r\n", "½ ² Ⅷ ٣", "tab\tend\t", "   ", "\n", "a  b   c    d",
+TEXTS = ["Hello world", " leading and trailing ", "\n\n1 2\n 3", "    indented\n\t\ttabs\n", "x = 12345.678e-9", "2023年12月31日",
+         "don't I'LL we've IT'S",
+         "naïve café", "日本語のテキスト", "Привет, мир!", "emoji 👩‍👩‍👧 🏳️‍🌈",
+         "a" * 40, "...!!!??? --- ***", "CamelCase snake_case kebab-case",
+         "if (a[i] != b[j]) { return ++c; }", "https://example.org/a?b=c&d=%20", "line\r\nline\r\n\r\n", "½ ² Ⅷ ٣",
+         "tab\tend\t", "   ", "\n", "a  b   c    d",
          "مرحبا بالعالم", "हिन्दी में लिखा"]
 
 
@@ -34,8 +37,10 @@ TEXTS = ["Hello world", " leading and trailing ", "\n\n1 2\n 3", "    indented\n
 def with_transformers(model: str, prompts: list[list[int]], texts: list[str], count: int) -> dict:
     import torch
     import transformers
-    net, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(model)
-    net.generation_config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    net.generation_config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, return_dict_in_generate=True,
+                                                          output_logits=True)
     made, logp = [], []
     for ids in prompts:
         out = net.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)))
@@ -69,10 +74,11 @@ def with_llama_cpp(model: str, prompts: list[list[int]], texts: list[str], count
         with urllib.request.urlopen(urllib.request.Request(server.listening_address + path, body, {"Content-Type": "application/json"})) as answer:
             return json.load(answer)
 
-    told = [post("/completion", prompt=ids, n_predict=count, temperature=0, return_tokens=True, n_probs=1, cache_prompt=False)["completion_probabilities"]
-            for ids in prompts]
+    told = [post("/completion", prompt=ids, n_predict=count, temperature=0, n_probs=1, cache_prompt=False) for ids in prompts]
+    told = [answer["completion_probabilities"] for answer in told]
     return dict(version=f"xllamacpp {xllamacpp.__version__}", made=[[t["id"] for t in tokens] for tokens in told],
-                logp=[[t["logprob"] for t in tokens] for tokens in told], ids=[post("/tokenize", content=t, add_special=True)["tokens"] for t in texts])
+                logp=[[t["logprob"] for t in tokens] for tokens in told],
+                ids=[post("/tokenize", content=t, add_special=True)["tokens"] for t in texts])
 
 
 ENGINES = {"transformers": with_transformers, "vllm": with_vllm, "llama.cpp": with_llama_cpp,
@@ -113,8 +119,9 @@ def compare(student: Path, engines: list[str], python: str, count: int) -> bool:
         ours.append(until_control(whole[0, len(p):].tolist()))
         with torch.no_grad():
             logits.append(net(whole)[0, len(p) - 1:-1])  # (count, V): what chose each token
-    print(f"{student.resolve().name}: {c.model_type}, width {c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim}; {len(prompts)} prompts of "
-          f"{min(map(len, prompts))} to {max(map(len, prompts))} tokens, {sum(map(len, ours))} greedy tokens in all, {len(set(sum(ours, [])))} distinct; {len(TEXTS)} texts")
+    print(f"{student.resolve().name}: {c.model_type}, width {c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim}; "
+          f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, {sum(map(len, ours))} greedy tokens in all, "
+          f"{len(set(sum(ours, [])))} distinct; {len(TEXTS)} texts")
     fine = True
     for engine in engines:
         with tempfile.TemporaryDirectory() as folder:

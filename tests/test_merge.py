@@ -133,6 +133,11 @@ def test_tokenizer_generation_config_and_card(made):
     assert step["step"] == held["step"] == 3 and card.startswith("---\n")
 
 
+def test_card_warns_of_engines_that_derive_head_dim_b29(made):
+    assert {kind: "--model-impl transformers" in (made / kind / "student/README.md").read_text(encoding="utf-8") for kind in KINDS} == {
+        "tied": False, "untied": False, "qwen2": True}
+
+
 def test_card_names_a_local_teacher(made):
     assert "teacher-tied" in (made / "tied/student/README.md").read_text(encoding="utf-8")
 
