@@ -419,15 +419,30 @@ def test_checkpointing_really_runs_the_blocks_twice(ids):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
+def test_checkpointing_goes_through_compile_and_ddp_without_a_graph_break(ids, tmp_path):
+    """Traced as in train.py, DDP around compile; the traced graph is run as it is, so that nothing waits for a compiler."""
+    import torch._dynamo.utils as counters
+    plain, saving = random_net(), random_net()
+    saving.checkpointing = True
+    counters.counters.clear()
+    torch._dynamo.reset()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for net in (plain, torch.nn.parallel.DistributedDataParallel(torch.compile(saving, backend="aot_eager"), gradient_as_bucket_view=True)):
+            out, taps = net(ids, taps=True, head=False)
+            (out.pow(2).mean() + sum(t.pow(2).mean() for tap in taps for t in tap.values())).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not counters.counters["graph_break"] and counters.counters["stats"]["unique_graphs"] == 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), saving.parameters()))
+
+
 @pytest.mark.slow
-def test_checkpointing_runs_compiled_and_on_two_ranks(teacher_folder, tmp_path):
+def test_checkpointing_changes_no_bit_on_two_ranks(teacher_folder, tmp_path):
     base = without_out(command(teacher_folder, "x", "--steps", "3", "--accum", "2"))
-    plain, one, _, _ = launch(tmp_path, "plain", base, 2)
+    _, one, _, _ = launch(tmp_path, "plain", base, 2)
     _, two, _, _ = launch(tmp_path, "saving", [*base, "--checkpointing"], 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    compiled, _, _, _ = launch(tmp_path, "compiled", [*base, "--checkpointing", "--compile"], 2)
-    for a, b in zip(runs.read_metrics(plain), runs.read_metrics(compiled)):
-        assert figures(a) == pytest.approx(figures(b), rel=1e-4)
 
 
 def test_a_teacher_held_in_bf16_starts_the_student_as_its_fp32_copy_does(teacher_folder, tmp_path, bare):
