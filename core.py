@@ -121,7 +121,7 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, teacher: Transformer | None
     for name in [n for n in clone.maps if n.endswith(MLP)]:
         if mode == "dense":
             del clone.maps[name]  # the deployed matrix is its own coordinate
-        elif mode == "core" and theirs:
+        elif mode == "core" and theirs and len(clone.maps[name].T) > clone.maps[name].T.shape[1]:  # a square T leaves no U_perp
             clone.maps[name] = Implicit(clone.maps[name], theirs[name])
         elif mode != "lrc":
             clone.maps[name] = Opened(clone.maps[name], directions(mode, clone.maps[name].T, generator))

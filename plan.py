@@ -82,7 +82,7 @@ def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases:
     if mode in FREE:
         return 0
     rotate = lambda kept, H, k: 2 * width * (2 * kept * H + 2 * H * k + k * k)
-    return sum(many * (2 * rotate(kept, inherited, min(kept, inherited)) if group == "mlp" and bases == "implicit" else
+    return sum(many * (2 * rotate(kept, inherited, inherited) if group == "mlp" and bases == "implicit" and kept > inherited else
                        4 * width * basis(group, kept, inherited, mode, coordinates))
                for group, many, kept, inherited in matrices(c).values())
 
@@ -100,14 +100,13 @@ def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]
 
 def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> int:
     """Numbers in the T and C of one matrix: of an opened one kept x kept, or with implicit bases M, S and signs; else kept x its span."""
-    k = min(kept, inherited)
     if group == "mlp" and mode == "dense":
         return 0
-    if group == "mlp" and bases == "implicit":
-        return inherited * k + k * k + k
+    if group == "mlp" and bases == "implicit" and kept > inherited:
+        return 2 * inherited ** 2 + inherited
     if group == "mlp" and mode != "lrc":
         return kept * kept
-    return kept * (inherited if coordinates == "teacher" else k)
+    return kept * (inherited if coordinates == "teacher" else min(kept, inherited))
 
 
 def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1, bases: str = "explicit") -> dict[str, int]:

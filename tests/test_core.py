@@ -15,7 +15,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "hidden", "attn_out", "ffn_out")
 INSIDE = ("lrc", "slice")  # the modes that never leave the teacher's span
 
 
-def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0):
+def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0, implicit=False):
     """A clone whose start is W_T P with a random P: quick, and as good as the calibrated one for what is tested here."""
     student = lrc.blank_student(teacher, width).to(teacher.lm_head.weight.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -26,7 +26,7 @@ def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0):
             if w.dim() == 2:
                 w.copy_(P.T @ theirs[name] if name.endswith(lrc.DUAL) else theirs[name] @ P)
     maps = lrc.plain_maps(teacher, student, coordinates, opened=() if mode == "lrc" else core.MLP)
-    return core.open_mlp(lrc.Clone(student, maps, P), mode, bases)
+    return core.open_mlp(lrc.Clone(student, maps, P), mode, bases, teacher if implicit else None)
 
 
 def complement_share(clone, teacher):
@@ -234,3 +234,46 @@ def test_B19_B26_optimizer_holds_every_coordinate_once_and_one_step_moves_them_a
     assert all(not torch.equal(before[name], p) for name, p in clone.coordinates().items())
     tied = clone.student.lm_head.weight.data_ptr() == clone.student.embed_tokens.weight.data_ptr()
     assert tied == teacher.config.tie_word_embeddings
+
+
+# ------------------------------------------------------------------------------------ implicit bases
+
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("out, H, rank", [(60, 24, 24), (60, 24, 17), (30, 24, 24), (25, 24, 24)])  # tall, deficient, k > out/2, nearly square
+def test_implicit_bases_are_the_explicit_ones(out, H, rank, dual):
+    """Against T and the U_perp of a complete QR: the matrix, both gradients, at random coordinates."""
+    W_T = torch.randn(out, rank, dtype=F64) @ torch.randn(rank, H, dtype=F64)
+    W = W_T @ torch.randn(H, 9, dtype=F64)
+    W_T, W = (W_T.T.contiguous(), W.T) if dual else (W_T, W)
+    explicit, implicit = (lrc.Plain(W_T, W, dual) for _ in range(2))
+    explicit, implicit = core.Opened(explicit, core.complement(explicit.T)), core.Implicit(implicit, W_T)
+    assert torch.equal(explicit.Z, implicit.Z) and torch.allclose(implicit.weight(), W, atol=1e-11)
+    with torch.no_grad():
+        for name in ("Z", "Zc"):
+            value = torch.randn_like(getattr(explicit, name))
+            getattr(explicit, name).copy_(value)
+            getattr(implicit, name).copy_(value)
+        G = torch.randn_like(W)
+        for m in (explicit, implicit):
+            m.pull_back(G)
+    assert torch.allclose(explicit.weight(), implicit.weight(), atol=1e-11)
+    assert torch.allclose(explicit.Z.grad, implicit.Z.grad, atol=1e-11) and torch.allclose(explicit.Zc.grad, implicit.Zc.grad, atol=1e-11)
+    assert implicit.Z.grad.is_contiguous() and implicit.Zc.grad.is_contiguous()
+    assert {name: b.shape for name, b in implicit.named_buffers()} == {"sign": (rank,), "M": (H, rank), "S": (rank, rank)}
+
+
+def test_implicit_core_trains_as_explicit_core_does(teacher, ids):
+    """The same losses at every step, in float64 to 1e-9; the teacher's tensors are shared, not copied."""
+    wide = random_net(**teacher.config.raw).double().requires_grad_(False)
+    pair = [clone_of(wide, "core"), clone_of(wide, "core", implicit=True)]
+    held = {p.data_ptr() for p in wide.parameters()}
+    opened = [m for m in pair[1].maps.values() if isinstance(m, core.Implicit)]
+    assert len(opened) == 6 and all(m.teacher_weight[0].data_ptr() in held for m in opened)
+    assert pair[0].coordinates().keys() == pair[1].coordinates().keys()
+    ends = []
+    for clone in pair:
+        train(clone, wide, ids, steps=8)
+        ends.append({name: p.detach().clone() for name, p in clone.coordinates().items()})
+    for name, p in ends[0].items():
+        assert torch.allclose(p, ends[1][name], rtol=1e-7, atol=1e-9), name
+    assert max(complement_share(pair[1], wide).values()) > 1e-4

@@ -62,12 +62,13 @@ def size(tensors, item=None):
 
 
 @pytest.mark.parametrize("mode, coordinates", [*((mode, "span") for mode in core.MODES), ("lrc", "teacher"), ("dense", "teacher"), ("slice", "teacher"),
-                                               ("scratch", "span")])
+                                               ("scratch", "span"), ("implicit", "span"), ("implicit", "teacher")])
 @pytest.mark.parametrize("d_ff", [60, 20])  # 20: the MLP narrower than the stream, a span of all d_ff dimensions
 def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, coordinates, d_ff, ids):
+    mode, bases = ("core", mode) if mode == "implicit" else (mode, "explicit")
     teacher = random_net(**teacher.config.raw | dict(intermediate_size=d_ff)).requires_grad_(False)
     place = train.Place(torch.device("cpu"), 0, 1, None)
-    clone = train.build(train.Args(mode=mode, coordinates=coordinates, width=12), None, teacher, teacher.config, None, place)
+    clone = train.build(train.Args(mode=mode, coordinates=coordinates, width=12, bases=bases), None, teacher, teacher.config, None, place)
     deployed, trained = dict(clone.student.named_parameters()), clone.coordinates()
     total = plan.numbers(teacher.config, 12, mode, coordinates)
     kinds = {"attention": r"self_attn.*proj\.weight", "mlp": r"mlp\.", "embedding, head": "embed|lm_head", "norm gains": "norm",
@@ -86,7 +87,7 @@ def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, coordinates, d_f
         "gradients": size(p.grad for p in owned if p.grad is not None),
         "optimizer (AdamW)": size(t for state in optimizer.state.values() for name, t in state.items() if name != "step"),
         "bases T, C": size(b for m in clone.maps.values() for b in m.buffers())}
-    assert plan.memory(teacher.config, 12, mode, coordinates) == {part: bytes for part, bytes in real.items() if bytes}
+    assert plan.memory(teacher.config, 12, mode, coordinates, bases=bases) == {part: bytes for part, bytes in real.items() if bytes}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -126,7 +127,7 @@ def one_micro_batch(teacher, clone, args, ids):
 
 
 @pytest.mark.parametrize("flags", ["", "--checkpointing", "--recipe gpd", "--recipe clone", "--recipe clone --checkpointing", "--without kl", "--without kl,hidden,q", "--w-align 0 --checkpointing",
-                                   "--mode scratch --without kl", "--mode lrc --coordinates teacher", "--mode dense"])
+                                   "--mode scratch --without kl", "--mode lrc --coordinates teacher", "--mode dense", "--bases implicit"])
 def test_work_is_what_torch_counts(teacher, ids, flags):
     """FlopCounterMode sees every matrix product of a real forward, backward, deploy and pull-back; attention as plain products, so that
     it counts the pairs of backward once, as the convention has it."""
@@ -141,7 +142,7 @@ def test_work_is_what_torch_counts(teacher, ids, flags):
     with FlopCounterMode(display=False) as counter:
         clone.deploy()
         clone.pull_back()
-    assert counter.get_total_flops() == plan.map_work(c, 12, args.mode, args.coordinates)
+    assert counter.get_total_flops() == plan.map_work(c, 12, args.mode, args.coordinates, args.bases)
 
 
 def test_gpu_hours_by_hand(capsys):

@@ -73,7 +73,7 @@ def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys)
         assert word in screen
 
 
-@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core --doc-mask --data MIXTURE", "--mode core", "--mode slice", "--mode scratch",
+@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core --bases implicit", "--mode core --doc-mask --data MIXTURE", "--mode core", "--mode slice", "--mode scratch",
                                    "--mode random --recipe clone --init random --coordinates teacher"])
 def test_resume_is_exact(teacher_folder, tmp_path, flags, bare, monkeypatch):
     """6 steps straight = 3, a crash, and a resume: every logged figure and the student, bit for bit; 2 epochs go by on the way."""
@@ -628,7 +628,7 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
 @pytest.mark.parametrize("flags, word", [
     (["--stage", "sft", "--init", "F", "--mode", "lrc"], "--mode lrc"), (["--stage", "sft", "--init", "F", "--teacher", "F"], "--teacher F"), (["--stage", "pretrain", "--init", "F"], "--init F"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
     (["--mode", "scratch", "--init", "calibrated"], "--init calibrated"), (["--mode", "scratch", "--coordinates", "teacher"], "--coordinates teacher"),
-    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse")])
+    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--mode", "dense", "--bases", "implicit"], "--bases implicit"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse")])
 def test_a_flag_that_would_be_ignored_is_refused(flags, word):
     with pytest.raises(Refusal, match=f"{word} would have no effect"):
         train.parse(flags)
