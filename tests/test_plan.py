@@ -287,7 +287,7 @@ def test_the_paper_fills_only_what_was_not_given(monkeypatch):
     assert (given.lr, given.hidden, given.warmup, given.batch_size, given.accum) == (3e-5, "relative", 0.05, 4, 6)
     assert taken("--accum", "3").batch_size == 4
     assert (taken("--batch-size", "5", "--accum", "1").steps, taken("--steps", "7").steps) == (round(10.35e9 / (5 * 2048 * 2)), 7)
-    sft = taken("--stage", "sft")
+    sft = parse(["--preset", "paper", "--stage", "sft", "--init", "runs/llama/student", "--data", "tokens"])
     assert (sft.lr, sft.steps, sft.accum) == (1e-5, round(0.62e9 / 49152), 12)
     assert taken("--recipe", "gpd").steps == taken("--mode", "scratch").steps == 210571
     plain = parse([])
@@ -296,12 +296,12 @@ def test_the_paper_fills_only_what_was_not_given(monkeypatch):
 
 @pytest.mark.parametrize("world, flags, words", [
     (5, "--data tokens", ("49,152", "5 ranks", "--batch-size")), (1, "--data tokens --batch-size 5", ("49,152", "5 x 2048")), (1, "--data tokens --stage pretrain", ("pretrain",)),
-    (1, "--teacher tiny", ("embedded",)), (1, "--stage sft", ("--data", "0.62B", "chats.jsonl")), (1, "--data tokens --shard-optimizer", ("one rank",)),
+    (1, "--teacher tiny", ("embedded",)), (1, "--stage sft --init F", ("--data", "0.62B", "chats.jsonl")), (1, "--data tokens --shard-optimizer", ("one rank",)),
     (1, "", ("--data", "--min-score 4 --tokenizer llama3.2-3b --tokens 10e9 --out tokens/fineweb-edu", "teknium/OpenHermes-2.5", "tokens/fineweb-edu=10,tokens/openhermes=0.35"))])
 def test_the_papers_recipe_refuses_in_one_line(monkeypatch, world, flags, words):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(Refusal) as refused:
-        parse(["--preset", "paper", "--teacher", "llama3.2-3b", *flags.split()])
+        parse(["--preset", "paper", *([] if "sft" in flags else ["--teacher", "llama3.2-3b"]), *flags.split()])
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 
