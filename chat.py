@@ -33,9 +33,12 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 def messages_of(row: dict, answered: bool) -> list[dict]:
     """The chat in a row: {"messages": [{"role", "content"}]}, or {"from", "value"} in their place as some sets write it. Raises
     ValueError or KeyError where it is none; with `answered` also where no message is the assistant's."""
-    messages = [{"role": ROLES[m["role"] if "role" in m else m["from"]], "content": m["content"] if "role" in m else m["value"]} for m in row["messages"]]
-    if not all(isinstance(m["content"], str) for m in messages):
-        raise ValueError("a content that is not text")
+    first = lambda m, *names: next((m[name] for name in names if m.get(name) is not None), None)  # a table's other spelling is there, and null
+    messages = [{"role": ROLES[first(m, "role", "from")], "content": first(m, "content", "value")} for m in row["messages"]]
+    if not messages or not all(isinstance(m["content"], str) for m in messages):
+        raise ValueError("no message" if not messages else "a content that is not text")
+    if any(m.get("tool_calls") for m in row["messages"]):
+        raise ValueError("a tool call")
     if answered and all(m["role"] != "assistant" for m in messages):
         raise ValueError("no assistant message to learn from")
     return messages
@@ -51,6 +54,8 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if template and not isinstance(template, str):
+        raise Refusal(f"{folder}: its chat template is no text; fetch the file again")
     return (template, tokens) if template else None
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distill import IGNORE
 from prepare import FORMAT, HELD_OUT_EVERY, Choice, held_out, prepare
-from sources import cut, read, source_files
+from sources import Bad, read, source_files, units_of
 from teachers import TOKENIZER, Refusal, read_json, resolve
 from tokenizer import Tokenizer, train_tokenizer
 
@@ -41,7 +41,8 @@ class Tokens:
     def __init__(self, folder: Path, split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0):
         self.seq_len, self.seed = seq_len, seed
         self.shards, self.total = [], 0  # (first token's place in the stream, the one after the last, file, views)
-        for file in sorted(Path(folder).glob(f"{split}-*.safetensors")):
+        folder = Path(folder)
+        for file in sorted(folder.glob(f"{split}-*.safetensors")):
             try:
                 opened = safe_open(file, framework="np")
                 names = {"tokens"} | ({"mask"} & set(opened.keys()))  # chat has a mask: 1 where the loss falls
@@ -65,6 +66,9 @@ class Tokens:
             self.total += size
         if len({"mask" in views for *_, views in self.shards}) > 1:
             raise Refusal(f"{folder}: {split} shards with a loss mask and without one; prepare the data again")
+        summary = read_json(folder / "tokens.json") if (folder / "tokens.json").exists() else {}
+        if self.total != summary.get("tokens", {}).get(split, self.total):
+            raise Refusal(f"{folder}: its {split} shards hold {self.total:,} tokens, tokens.json says {summary['tokens'][split]:,}; prepare the data again")
         if not len(self):
             raise Refusal(f"{folder}: the {split} split has {self.total} tokens, a window takes {seq_len + 1}; give more documents "
                           f"(every {HELD_OUT_EVERY}th is held out) or a smaller --seq-len")
@@ -143,12 +147,14 @@ class Mixture:
 
 def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choice = Choice()) -> tuple[list[Path], list[float]]:
     """`--data` -> its folders of shards and their weights. One source of any kind, or prepared folders: "tokens/a=10,tokens/b=0.35"."""
-    if "=" not in data:
+    if "=" not in data or Path(data).exists():
         return [prepare(data, tokenizer, quiet=quiet, choice=choice)], [1.0]
     parts = [item.rpartition("=") for item in data.split(",")]
     for folder, _, weight in parts:
-        if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", weight) or not 0 < float(weight) < math.inf:
+        if not re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", weight) or not 0 < float(weight) < math.inf:
             raise Refusal(f"--data {data!r}: {folder}={weight} is not FOLDER=WEIGHT with a positive weight")
+        if not (Path(folder).exists() or folder == "stdlib" or folder.startswith("hub:")) or [f for f, _, _ in parts].count(folder) > 1:
+            raise Refusal(f"--data {data!r}: {folder} {'is there twice' if Path(folder).exists() else 'does not exist'}")
     return [prepare(folder, tokenizer, quiet=quiet, choice=choice) for folder, _, _ in parts], [float(weight) for _, _, weight in parts]
 
 
@@ -175,7 +181,7 @@ def arguments() -> argparse.ArgumentParser:
     p.add_argument("--chats", action="store_true", help="chats alone, the loss on the assistant's tokens only: for train.py --stage sft")
     p.add_argument("--column", default="text", help="field of a .jsonl or .parquet row that holds the text (default: text)")
     p.add_argument("--min-score", type=float, help="leave out rows whose field `score` is below this (FineWeb-Edu: 4)")
-    p.add_argument("--tokens", type=float, default=0, help="stop at this many training tokens, of parts in an order shuffled by --seed (default: all)")
+    p.add_argument("--tokens", type=float, help="stop at this many training tokens, of parts in an order shuffled by --seed (default: all)")
     p.add_argument("--seed", type=int, default=1234, help="of that order (default: 1234)")
     p.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them, instead of stopping")
     p.add_argument("--workers", type=int, help="processes (default: one a core, fewer where the source is small)")
@@ -189,11 +195,14 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     if args.command == "tokenizer":
-        rows = (row for unit in cut(source_files(args.source)) for part in unit for row in read(part))
-        return train_tokenizer((row.fields["text"] for row in rows if not held_out(row.name)), args.vocab, args.out)
-    if args.tokens < 0 or args.workers is not None and args.workers < 1:
-        raise Refusal("--tokens and --workers must be positive")
-    choice = Choice(args.chats, args.column, args.min_score, int(args.tokens), args.seed, args.skip_bad)
+        rows = (row for unit in units_of(source_files(args.source)) for part in unit for row in read(part))
+        texts = (row.fields["text"] for row in rows if not isinstance(row, Bad) and "text" in row.fields and not held_out(row.name))
+        return train_tokenizer(texts, args.vocab, args.out)
+    for name, low in (("tokens", 1), ("workers", 1), ("seed", 0), ("min_score", -math.inf)):
+        value = getattr(args, name)
+        if value is not None and not low <= value < math.inf:
+            raise Refusal(f"--{name.replace('_', '-')} {value} is out of range: at least {low}, and finite")
+    choice = Choice(args.chats, args.column, args.min_score, int(args.tokens or 0), args.seed, args.skip_bad)
     print(prepare(args.source, Tokenizer(resolve(args.tokenizer, files=TOKENIZER)[0]), args.out, choice=choice, workers=args.workers))
 
 
@@ -203,4 +212,4 @@ if __name__ == "__main__":
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on where it stopped")
+        sys.exit("interrupted; the same `prepare` goes on where it stopped")

@@ -31,8 +31,7 @@ from data import Tokens
 from distill import IGNORE, evaluate
 from model import Transformer, tensor_files, widen
 from prepare import prepare
-from runs import write_whole
-from teachers import Refusal, read_json, resolve
+from teachers import Refusal, read_json, resolve, write_whole
 from tokenizer import Tokenizer
 
 # task -> its metric in the papers' mean of nine; MathQA is reported outside it

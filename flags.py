@@ -91,11 +91,17 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
         name = name.parent.name if name.name == "student" and name.parent.name else name.name  # RUN/student
         args.out = f"runs/{name}-{args.mode if args.stage == 'distill' else args.stage}"
     if args.resume:
-        stored = {f.name: f.default for f in fields(Args)} | read_json(Path(args.out) / "config.json")["args"]  # older runs lack newer flags
+        record = read_json(Path(args.out) / "config.json")
+        if "args" not in record:
+            raise Refusal(f"{args.out}: its config.json is not that of a run; --resume takes the --out of an earlier one")
+        stored = {f.name: f.default for f in fields(Args)} | record["args"]  # older runs lack newer flags
         for name, value in given.items():
             if name not in FREE_ON_RESUME and value != stored[name]:
                 raise Refusal(f"--{name.replace('_', '-')} {value} contradicts {args.out}/config.json ({stored[name]}); a resumed run keeps its flags")
         args = Args(**stored | given | {"out": args.out})
+        for name, why in of_the_moment(args).items():
+            if name in given:
+                raise Refusal(f"--{name.replace('_', '-')} would have no effect: {why}; leave it out")
     check(args)
     if not args.resume:
         check_effect(args)
@@ -154,6 +160,11 @@ STARTS = ("auto", "calibrated", "orthonormal", "random")
 OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "bases", "width", "temperature", "w_kl", "w_ce", "w_align", "attention", "hidden", "teacher_dtype"}
 
 
+def of_the_moment(args: Args) -> dict[str, str]:
+    """Flags that may be given anew at a resume, and have no effect here: name -> why."""
+    return ({} if args.plan else dict.fromkeys(PLAN_ONLY, "only --plan reads it")) | ({} if ranks(args) > 1 else {"shard_optimizer": "one rank has nobody to share with"})
+
+
 def check_effect(args: Args) -> None:
     """Refuse a flag that this run would ignore: its author believes that it does something."""
     inert = {name: f"--stage {args.stage} has no teacher to follow" for name in OF_DISTILLATION} if args.stage != "distill" else {}
@@ -164,10 +175,7 @@ def check_effect(args: Args) -> None:
         inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "core":
         inert |= {"bases": f"mode {args.mode} has no U_perp"}
-    if not args.plan:
-        inert |= dict.fromkeys(PLAN_ONLY, "only --plan reads it")
-    if ranks(args) == 1:
-        inert |= {"shard_optimizer": "one rank has nobody to share with"}
+    inert |= of_the_moment(args)
     for f in fields(Args):
         if f.name in inert and getattr(args, f.name) != f.default:
             raise Refusal(f"--{f.name.replace('_', '-')} {getattr(args, f.name)} would have no effect: {inert[f.name]}; leave it out")

@@ -66,6 +66,7 @@ def export_gguf(source: Path, out: Path | None = None, dtype: torch.dtype = torc
     exported = (source / "model.safetensors").exists() or (source / "model.safetensors.index.json").exists()
     default = source.resolve().with_name(f"{source.resolve().name}.gguf") if exported else source / "student.gguf"
     out = Path(out) / default.name if out and Path(out).is_dir() else Path(out or default)
+    out.parent.mkdir(parents=True, exist_ok=True)
     if out.exists() and out.open("rb").read(4) != b"GGUF":
         raise Refusal(f"{out}: exists and is no GGUF file; choose another --out")
     if exported:

@@ -192,15 +192,18 @@ def show(args: Args) -> None:
         check_width(c, width)
         mode = args.mode
     plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
-    print(f"teacher   {network(args)}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
+    distil = args.stage == "distill"
+    print(f"{'teacher' if distil else 'model':<10}{network(args)}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
           f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
           f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
-    print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}\n")
-    print(f"{'':<24}{'deployed':>12}{'trained: lrc':>15}{'trained: ' + mode:>17}")
+    if distil:
+        print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}")
+    print(f"\n{'':<24}{'deployed':>12}" + (f"{'trained: lrc':>15}{'trained: ' + mode:>17}" if distil else f"{'trained':>12}"))
     for group, row in ours.items():
-        print(f"{group:<24}{count(row['deployed']):>12}{count(plain[group]['trained']):>15}{count(row['trained']):>17}")
-    print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down (1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size})"
-          f"; for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
+        print(f"{group:<24}{count(row['deployed']):>12}" + (f"{count(plain[group]['trained']):>15}{count(row['trained']):>17}" if distil else f"{count(row['trained']):>12}"))
+    if distil:
+        print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down (1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size})"
+              f"; for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
     if args.preset == "paper":
         what, commands = PAPER_DATA[args.stage]
         print(f"\nrecipe    paper: lr {args.lr:g}, {args.schedule} to 0 after {args.warmup:.1%} warm-up, AdamW (0.9, 0.999), clip {args.clip:g}"

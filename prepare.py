@@ -1,13 +1,13 @@
 """Preparing: a source becomes a folder of token shards, on all cores; what was interrupted goes on where it stopped.
 
     python data.py prepare stdlib --tokenizer tiny
-    python data.py prepare hub:HuggingFaceFW/fineweb-edu --min-score 4 --tokens 10e9 --tokenizer llama3.2-3b --out tokens/fineweb-edu
+    python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokens 10e9 --tokenizer llama3.2-3b --out tokens/fineweb-edu
     python data.py prepare hub:teknium/OpenHermes-2.5 --tokenizer llama3.2-3b --out tokens/openhermes      # chats, in the model's own template
     python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                      # for train.py --stage sft
 
-Each unit of the source (sources.cut) becomes a shard of the training documents and one of the held-out ones. A document ends with the
-tokenizer's separator, which no text can hold, so that a reader of the shards knows where documents end. One in HELD_OUT_EVERY, chosen by the
-hash of its name or else of its text, is held out: a document keeps its side when others come and go. With a budget (--tokens) the
+Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones. A document ends with the
+tokenizer's separator, which no text can hold, so that a reader of the shards knows where documents end (a chat template could write it:
+tokens.json counts the chats where it does). One in HELD_OUT_EVERY, chosen by the hash of its name or else of its text, is held out: a document keeps its side when others come and go. With a budget (--tokens) the
 units are taken in an order shuffled by the seed, until it is reached: a sample of the whole source, not its beginning.
 
 A shard is a safetensors file: "tokens", and for chats "mask", 1 where the loss falls. The header states dtype and shape, its metadata
@@ -16,34 +16,41 @@ FORMAT, the vocabulary and the tokenizer's fingerprint, so that ids of another t
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from array import array
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import chat
-from sources import Part, Row, cut, read, source_files
-from teachers import Refusal, read_json
+from sources import CHAT_COLUMNS, TABLES, Bad, Part, Row, read, source_files, units_of, where
+from teachers import Refusal, read_json, write_whole
 from tokenizer import Tokenizer
 
 FORMAT = "lrc-tokens 1"  # what the files are, and the version of their layout
 HELD_OUT_EVERY = 20
+SIDES = ("train", "val")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is taken of a source, and how."""
+    """What is taken of a source."""
     chats: bool = False           # chats only, with a loss mask
     column: str = "text"
     min_score: float | None = None
@@ -63,59 +70,72 @@ class Scribe:
     """Turns units into shards. Each worker process makes its own, from what can be sent to it."""
 
     def __init__(self, tokenizer: Tokenizer, making: Path, choice: Choice, now: datetime):
-        self.tokenizer, self.making, self.choice = tokenizer, making, choice
-        self.render = chat.renderer_of(tokenizer.folder, now)
+        self.tokenizer, self.making, self.choice, self.now = tokenizer, making, choice, now
+        self.columns = CHAT_COLUMNS if choice.chats else (choice.column, *CHAT_COLUMNS)
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         self.metadata = {"format": FORMAT, "vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
 
-    def document(self, row: Row) -> tuple[list[int], list[int], int]:
-        """Ids of a document, its separator last; for each the loss mask (chats only, else empty); and the bytes of its text."""
-        size = lambda text: len(text.encode("utf-8", "replace"))
-        if "text" in row.fields and not self.choice.chats:
-            return self.tokenizer.document(row.fields["text"]), [], size(row.fields["text"])
-        if self.render is None:
+    @functools.cached_property
+    def render(self):
+        """The model's chat template; read when the first chat comes, for text has no use for it."""
+        render = chat.renderer_of(self.tokenizer.folder, self.now)
+        if render is None:
             raise Refusal(f"{self.tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
+        return render
+
+    def document(self, row: Row) -> tuple[list[int], list[int], int]:
+        """Ids of a document, its separator last; for each the loss mask (chats only, else empty); and the bytes of its text. Raises
+        ValueError where the row is none."""
+        size = lambda text: len(text.encode("utf-8", "replace"))
+        if "text" in row.fields:
+            return self.tokenizer.document(row.fields["text"]), [], size(row.fields["text"])
+        render = self.render
         try:
             messages = chat.messages_of(row.fields, answered=self.choice.chats)
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refusal(f'{row.where()}: not {{"messages": [{{"role", "content"}}, ...]}} ({type(error).__name__}: {error}); mend or drop it, or --skip-bad') from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'not {{"messages": [{{"role", "content"}}, ...]}} ({type(error).__name__}: {error})') from None
         try:
-            ids, mask = chat.encode(messages, self.render, self.tokenizer)
+            ids, mask = chat.encode(messages, render, self.tokenizer)
         except Exception as error:  # a template is a program of somebody else's and may raise anything
-            reason = " ".join(str(error).split())
-            raise Refusal(f"{row.where()}: the chat template of {self.tokenizer.folder} cannot write this ({reason}); mend or drop it, or --skip-bad") from None
+            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({' '.join(str(error).split())})") from None
         return [*ids, self.tokenizer.separator], [*mask, 0] if self.choice.chats else [], sum(size(m["content"]) for m in messages)
+
+    def taken(self, row: Row) -> bool:
+        """Whether the row's score is high enough. Raises ValueError where it has none."""
+        score = row.fields.get("score")
+        if self.choice.min_score is not None and not isinstance(score, (int, float)):
+            raise ValueError('no number "score", which --min-score needs')
+        return self.choice.min_score is None or score >= self.choice.min_score  # a NaN is not
 
     def write(self, number: int, unit: list[Part]) -> dict:
         """Unit -> its shards on disk, and what is in them: bytes of text, documents and tokens by side, a digest. Found if done before."""
         done = self.making / f"unit-{number:05d}.json"
         if done.exists():
-            return read_json(done)
-        tokens, masks = {side: array("I") for side in ("train", "val")}, {side: bytearray() for side in ("train", "val")}
-        account = dict(bytes=0, documents=dict(train=0, val=0), tokens=dict(train=0, val=0), assistant=dict(train=0, val=0), skipped=0)
+            return read_json(done) | {"found": True}
+        tokens, masks = {side: array("I") for side in SIDES}, {side: bytearray() for side in SIDES}
+        account = {key: dict.fromkeys(SIDES, 0) for key in ("bytes", "documents", "tokens", "assistant")} | dict(skipped=0, inside=0)
         for part in unit:
-            for row in read(part, self.choice.column, self.choice.skip_bad):
-                if row is None:
-                    account["skipped"] += 1
-                    continue
-                if self.choice.min_score is not None:
-                    if not isinstance(row.fields.get("score"), (int, float)):
-                        raise Refusal(f"{row.where()}: --min-score needs a number \"score\" in each row")
-                    if row.fields["score"] < self.choice.min_score:
-                        continue
+            for row in read(part, self.columns):
                 try:
+                    if isinstance(row, Bad):
+                        raise ValueError(row.reason)
+                    if not self.taken(row):
+                        continue
                     ids, mask, size = self.document(row)
-                except Refusal:
-                    if not self.choice.skip_bad:
+                except ValueError as error:
+                    if isinstance(error, Refusal):
                         raise
+                    if not self.choice.skip_bad:
+                        raise Refusal(f"{where(row.part, row.place)}: {error}; mend or drop it, or leave out such rows: data.py prepare --skip-bad") from None
                     account["skipped"] += 1
                     continue
                 side = "val" if held_out(row.name) else "train"
                 tokens[side].extend(ids)
                 masks[side].extend(mask)
-                account["bytes"] += size
+                account["bytes"][side] += size
                 account["documents"][side] += 1
-        for side in tokens:
+                account["inside"] += "messages" in row.fields and self.tokenizer.separator in ids[:-1]
+        for side in SIDES:
             self.save(number, side, np.frombuffer(tokens[side], np.uint32), np.frombuffer(masks[side], np.uint8), account)
         write_whole(done, json.dumps(account))
         return account
@@ -126,7 +146,10 @@ class Scribe:
         account[f"digest_{side}"] = hashlib.sha256(b"".join(t.tobytes() for t in tensors.values())).hexdigest()
         path = self.making / f"{side}-{number:05d}.safetensors"
         if len(tokens):
-            save_file(tensors, path.with_suffix(".tmp"), self.metadata)
+            try:
+                save_file(tensors, path.with_suffix(".tmp"), self.metadata)
+            except SafetensorError as error:
+                raise OSError(f"{path}: cannot be written ({error}); is the disk full? The same command goes on from there") from None
             os.replace(path.with_suffix(".tmp"), path)
 
     def trim(self, number: int, account: dict, room: int) -> bool:
@@ -138,25 +161,39 @@ class Scribe:
             return False
         end = int(ends[fitting - 1])
         account["documents"]["train"] = fitting
-        account["bytes"] = round(account["bytes"] * end / account["tokens"]["train"])  # in proportion: the texts are not at hand
+        account["bytes"]["train"] = round(account["bytes"]["train"] * end / account["tokens"]["train"])  # in proportion: the texts are not at hand
         self.save(number, "train", tensors["tokens"][:end], tensors.get("mask", np.empty(0, np.uint8))[:end], account)
         return True
 
 
-def write_whole(path: Path, text: str) -> None:
-    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-    os.replace(path.with_suffix(".tmp"), path)
-
-
 def hire(folder: Path, making: Path, choice: Choice, now: datetime) -> None:
-    """Begin a worker process: it has its own tokenizer, and leaves Ctrl-C to its parent."""
+    """Begin a worker process: it has its own tokenizer, and ends with its parent, however that ends."""
     global scribe
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     scribe = Scribe(Tokenizer(folder), making, choice, now)
 
 
-def toil(job: tuple[int, list[Part]]) -> dict:
-    return scribe.write(*job)
+def toil(number: int, unit: list[Part]) -> dict:
+    return scribe.write(number, unit)
+
+
+@contextlib.contextmanager
+def crew(workers: int, *equipment):
+    """A function from units to their accounts, in order, done by that many processes. What they are at when this ends they finish."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), hire, equipment)
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        def accounts(units):
+            usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # inherited by the workers, who begin with the first job
+            jobs = [pool.submit(toil, k, unit) for k, unit in enumerate(units)]
+            if main:
+                signal.signal(signal.SIGINT, usual)
+            yield from (job.result() for job in jobs)
+        yield accounts
+    except BrokenProcessPool:
+        raise OSError("a worker process was killed (out of memory?); the same command, with fewer --workers, goes on where it stopped") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------ the whole
@@ -167,22 +204,29 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     """Tokenise `source` into a folder of shards, or find the folder where the same was tokenised before.
 
     A chat template may write the date: tokens.json states which. Raises Refusal: nothing to read, a row that cannot be read (with its
-    line), a folder that holds something else. Stopped in any other way, the same call goes on where it was.
+    line), a folder that holds something else. However it was stopped, the same call goes on with the units that are still to do.
     """
     if (Path(source) / "tokens.json").exists():
-        if choice.chats and not any(read_json(Path(source) / "tokens.json").get("assistant", {}).values()):
-            raise Refusal(f"{source}: holds documents, not chats; prepare the chats with --chats")
+        chats = any(read_json(Path(source) / "tokens.json").get("assistant", {}).values())
+        if out is not None or replace(choice, chats=False) != Choice():
+            raise Refusal(f"{source}: is prepared already; give its own source, or leave --out and what is to be taken of it out")
+        if choice.chats and not chats:
+            raise Refusal(f"{source}: holds documents, not chats with a mask; prepare their .jsonl with `data.py prepare --chats`")
         return Path(source)
-    files = [file for file in source_files(source) if not choice.chats or file[1].endswith((".jsonl", ".parquet"))]
+    files = [file for file in source_files(source) if not choice.chats or file[1].lower().endswith(TABLES)]
     if not files:
         raise Refusal(f'data {source!r}: no .jsonl or .parquet file in it; chats are {{"messages": [{{"role", "content"}}, ...]}} a row')
     template = chat.read_template(tokenizer.folder)
     if choice.chats and template is None:
         raise Refusal(f"{tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
-    stamp = json.dumps([FORMAT, tokenizer.fingerprint, [(name, size, changed) for name, _, size, changed in files], template, asdict(choice)])
+    hub = source.startswith("hub:")
+    stamp = json.dumps([FORMAT, tokenizer.fingerprint, [(path if hub else name, size, changed) for name, path, size, changed in files], template,
+                        asdict(replace(choice, skip_bad=False))])  # what was done without --skip-bad had nothing to skip
     stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
-    name = source.removeprefix("hub:").partition("@")[0].replace("/", "-").replace(":", "-") if source.startswith("hub:") else Path(source).stem
+    name = re.sub(r"[@:].*", "", source.removeprefix("hub:")).replace("/", "-") if hub else Path(source).resolve().stem
     out = out or Path("tokens") / f"{name}-{stamp}"
+    if not out.name:
+        raise Refusal(f"--out {out}: name a folder that is to be made")
     making = out.with_name(f"{out.name}.making")
     if finished(out, stamp):
         return out
@@ -198,7 +242,8 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
         try:
             fill(making, source, files, tokenizer, choice, begun, workers, quiet, out)
         except Refusal:
-            shutil.rmtree(making)
+            if not any(making.glob("unit-*.json")):
+                shutil.rmtree(making)  # nothing is lost with it
             raise
         (making / "begun.json").unlink()
         (making / ".lock").unlink()
@@ -218,7 +263,7 @@ def finished(out: Path, stamp: str) -> bool:
 
 def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: Choice, begun: dict, workers: int | None, quiet: bool, out: Path) -> None:
     """All units of the source, or as many as the budget asks for, then the summary."""
-    units = cut(files)
+    units = units_of(files)
     if choice.tokens:
         units = [units[k] for k in np.random.default_rng(choice.seed).permutation(len(units))]
     sizes = [sum(part.end - part.begin for part in unit) for unit in units]
@@ -227,15 +272,12 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
     workers = workers or max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), len(units) // 4))
     accounts: list[dict] = []
     clock = told = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        if workers > 1:
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(workers, hire, (tokenizer.folder, making, choice, now)))
-            results = pool.imap(toil, enumerate(units))
-        else:
-            results = (own.write(k, unit) for k, unit in enumerate(units))
-        for account in results:
+    both = lambda key: {side: sum(a[key][side] for a in accounts) for side in SIDES}
+    speed = lambda: sum(sum(a["tokens"].values()) for a in accounts if "found" not in a) / max(time.monotonic() - clock, 1e-9)  # of what was done now
+    with crew(workers, tokenizer.folder, making, choice, now) if workers > 1 else contextlib.nullcontext(lambda units: (own.write(*job) for job in enumerate(units))) as write:
+        for account in write(units):
             accounts.append(account)
-            total = sum(a["tokens"]["train"] for a in accounts)
+            total = both("tokens")["train"]
             if choice.tokens and total >= choice.tokens:
                 if not own.trim(len(accounts) - 1, account, account["tokens"]["train"] - (total - choice.tokens)):
                     accounts.pop()
@@ -243,31 +285,38 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
             if not quiet and time.monotonic() - told > (1 if sys.stderr.isatty() else 30):
                 told = time.monotonic()
                 share = total / choice.tokens if choice.tokens else sum(sizes[:len(accounts)]) / sum(sizes)
-                print(f"tokenising {source}: {share:.1%}, {total:,} training tokens, {total / (told - clock):,.0f} tokens/s, "
-                      f"left {(told - clock) * (1 / share - 1) / 60:.0f} min", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-    for path in making.glob("*-*"):
-        if path.suffix != ".safetensors" or int(path.stem.partition("-")[2]) >= len(accounts):
-            path.unlink()  # the accounts are summed below; shards beyond the budget are not part of it
-    both = lambda key: {side: sum(a[key][side] for a in accounts) for side in ("train", "val")}
-    summary = dict(source=source, files=len(files), bytes=sum(a["bytes"] for a in accounts), documents=both("documents"), tokens=both("tokens"),
+                fresh = sum(size for size, a in zip(sizes, accounts) if "found" not in a) / sum(sizes[:len(accounts)])
+                left = f"{(told - clock) / fresh * (1 / share - 1) / 60:.0f} min" if share and fresh else "?"
+                print(f"tokenising {source}: {share:.1%}, {total:,} training tokens, {speed():,.0f} tokens/s, left {left}",
+                      end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    if not any(both("tokens").values()):
+        for path in making.glob("*-*"):  # there is nothing in them to go on from
+            path.unlink()
+        raise Refusal(f"data {source!r}: {'its first document has more than the --tokens asked for' if choice.tokens else 'no document in it'}")
+    summary = dict(source=source, files=len(files), bytes=sum(both("bytes").values()), documents=both("documents"), tokens=both("tokens"),
                    fingerprint=hashlib.sha256("".join(a["digest_train"] + a["digest_val"] for a in accounts).encode()).hexdigest()[:16],
-                   skipped=sum(a["skipped"] for a in accounts), choice=asdict(choice), **begun, **own.metadata)
+                   skipped=sum(a["skipped"] for a in accounts), separator_inside=sum(a["inside"] for a in accounts), choice=asdict(choice), **begun, **own.metadata)
     if choice.chats:
         summary["assistant"] = both("assistant")
+    if source.startswith("hub:"):
+        summary["commit"] = re.search(r"@([^/]+)/", files[0][1]).group(1)
     if source == "stdlib":
         summary["python"] = sys.version.split()[0]
+    for path in making.glob("*-*"):
+        if path.suffix != ".safetensors" or int(path.stem.partition("-")[2]) >= len(accounts):
+            path.unlink()  # the accounts are summed up; shards beyond the budget are not part of it
     write_whole(making / "tokens.json", json.dumps(summary, indent=2) + "\n")
     if not quiet:
-        tell(summary, out, time.monotonic() - clock, workers)
+        tell(summary, out, speed(), workers)
 
 
-def tell(summary: dict, out: Path, seconds: float, workers: int) -> None:
+def tell(summary: dict, out: Path, speed: float, workers: int) -> None:
     count, documents = summary["tokens"], summary["documents"]
-    total = sum(count.values())
     print(f"data: {summary['source']}: {summary['files']} files, {summary['bytes'] / 1e6:.1f} MB -> {count['train']:,} training and {count['val']:,} "
           f"held-out tokens in {out} (fingerprint {summary['fingerprint']})\n"
-          f"      {documents['train']:,} + {documents['val']:,} documents, {summary['bytes'] / max(total, 1):.2f} bytes a token, {total / seconds:,.0f} tokens/s on "
-          f"{workers} core{'s' * (workers > 1)}" + (f", {summary['skipped']:,} rows left out" if summary["skipped"] else ""))
+          f"      {documents['train']:,} + {documents['val']:,} documents, {summary['bytes'] / sum(count.values()):.2f} bytes a token, {speed:,.0f} tokens/s on "
+          f"{workers} core{'s' * (workers > 1)}" + (f", {summary['skipped']:,} rows left out" if summary["skipped"] else "")
+          + (f"\n      less than the {summary['choice']['tokens']:,} asked for: that is all there is" if count["train"] < 0.9 * summary["choice"]["tokens"] else ""))
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ import torch
 import audit
 import runs
 import train
-from teachers import Refusal, read_json
+from teachers import Refusal, read_json, write_whole
 
 ARMS = {  # name -> what it changes in train.py's flags
     "lrc": {"mode": "lrc"}, "dense": {"mode": "dense"}, "core": {"mode": "core"}, "random": {"mode": "random"}, "slice": {"mode": "slice"},
@@ -182,7 +182,7 @@ class Book:
         text = self.file.read_text(encoding="utf-8") if self.file.exists() else ""
         whole = text[:text.rfind("\n") + 1]
         if whole != text:  # torn by a kill: that run comes again
-            runs.write_whole(self.file, whole)
+            write_whole(self.file, whole)
         self.rows = {tuple(row["flags"]): row for row in map(json.loads, whole.splitlines())}
         self.begun, self.steps_done = time.time(), 0
 
@@ -362,7 +362,7 @@ def report(book: Book, names: list[str], out: Path) -> None:
         text += [f"## {name}\n", question + "\n", table(book, cases)]
         text += [energy_table(book, cases)] if name in ("energy", "alignment") else []
         text += [f"![{name}]({picture}.png)" for picture in {"equal": ["budget"], "width": ["width"], "energy": ["energy"]}.get(name, [])]
-    runs.write_whole(out / "tables.md", "\n\n".join(text).replace("\n\n\n", "\n\n") + "\n")
+    write_whole(out / "tables.md", "\n\n".join(text).replace("\n\n\n", "\n\n") + "\n")
     draw(book, names, out)
 
 

@@ -29,13 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import MODES
-from teachers import Refusal, read_json
-
-
-def write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+from teachers import Refusal, read_json, write_whole
 
 
 def check_folder(run: Path, resume: bool) -> None:

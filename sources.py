@@ -10,6 +10,7 @@ So parts can be read in any order, by anyone, and together they are the file, ea
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sysconfig
@@ -23,6 +24,8 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PIECE = 4096                  # bytes of a .txt after which the next blank line ends a document
 BLOCK = 1 << 20               # parts begin at multiples of it
 PART = (4 << 20, 128 << 20)   # smallest and largest part, bytes; between them a source is cut in 512
+LINE = 64 << 20               # longest line, bytes: beyond it a file is no text, and would be held in memory
+TABLES = (".jsonl", ".parquet")
 CHAT_COLUMNS = ("messages", "conversations")
 
 
@@ -37,15 +40,19 @@ class Row(NamedTuple):
     part: Part
     place: int     # byte of a line or piece; number of a .parquet row
     name: str      # what the side (training or held out) of the document hangs on
-    fields: dict   # "text", or one of CHAT_COLUMNS; and "score" where there is one
+    fields: dict   # "text", or "messages"; and "score" where there is one
 
-    def where(self) -> str:
-        return where(self.part, self.place)
+
+class Bad(NamedTuple):
+    """A row that is no document."""
+    part: Part
+    place: int
+    reason: str
 
 
 def where(part: Part, place: int) -> str:
     """A place in words, for an error: lines are counted only here, since a part does not know how many came before it."""
-    if part.path.endswith(".parquet"):
+    if part.path.lower().endswith(".parquet"):
         return f"{part.path}, row {place + 1}"
     line = 1
     with open_binary(part.path) as file:
@@ -69,8 +76,8 @@ def source_files(source: str) -> list[tuple[str, str, int, int]]:
         root = Path(source)
         if not root.exists():
             raise Refusal(f"data {source!r}: no such file or folder, and neither `stdlib` nor hub:OWNER/NAME")
-        found = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
-        found = [p for p in found if p.suffix in SUFFIXES]
+        found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        found = [*{p.resolve(): p for p in reversed(found) if p.suffix.lower() in SUFFIXES}.values()]  # a file and a link to it are one
         root = root.parent if root.is_file() else root
     if not found:
         raise Refusal(f"data {source!r}: no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file in it")
@@ -93,26 +100,36 @@ def hub_files(source: str) -> list[tuple[str, str, int, int]]:
             raise Refusal(f"{source}: the hub cannot give it ({type(error).__name__}): check the name at https://huggingface.co/datasets/{repo}, the "
                           "network and, for a gated set, `hf auth login`; or fetch the files on a machine that can and give their folder") from None
         files = [(f.rfilename, f"hub://datasets/{repo}@{info.sha}/{f.rfilename}", f.size or 0, 0) for f in info.siblings
-                 if f.rfilename.startswith(under) and f.rfilename.endswith((".parquet", ".jsonl"))]
+                 if f.rfilename.startswith(under) and f.rfilename.lower().endswith(TABLES)]
         if files:
             return sorted(files)
     raise Refusal(f"{source}: no .parquet or .jsonl file in it; see https://huggingface.co/datasets/{repo}/tree/main")
 
 
-def open_binary(path: str) -> BinaryIO:
+@contextlib.contextmanager
+def open_binary(path: str) -> Iterator[BinaryIO]:
+    """The file, local or on the hub; whatever goes wrong on the way to the hub is an OSError that says what to do."""
     if not path.startswith("hub://"):
-        return open(path, "rb")
+        with open(path, "rb") as file:
+            yield file
+        return
     from huggingface_hub import HfFileSystem
-    return HfFileSystem().open(path.removeprefix("hub://"), "rb")
+    try:
+        with HfFileSystem().open(path.removeprefix("hub://"), "rb") as file:
+            yield file
+    except (Refusal, GeneratorExit):
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: reading stopped ({type(error).__name__}: {error}); the same command goes on from there") from None
 
 
-def cut(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:
-    """Files -> units of work, each one part of a large file or several small files. The cut follows from the sizes alone."""
+def units_of(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:
+    """Files -> units of work, each one part of a large file or several small files. What a unit holds follows from the sizes alone."""
     size = min(max(sum(length for _, _, length, _ in files) // 512 // BLOCK * BLOCK, PART[0]), PART[1])
     units: list[list[Part]] = []
     room = 0  # left in the last unit
     for name, path, length, _ in files:
-        step = length if path.endswith((".py", ".md")) else size  # these are one document
+        step = length if path.lower().endswith((".py", ".md")) else size  # these are one document
         for begin in range(0, max(length, 1), max(step, 1)):
             part = Part(name, path, begin, min(begin + step, length) if length else 1)
             if part.end - part.begin > room:
@@ -126,41 +143,36 @@ def cut(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:
 # ------------------------------------------------------------------------------------------ documents
 
 
-def read(part: Part, column: str = "text", skip_bad: bool = False) -> Iterator[Row | None]:
-    """The documents that begin in `part`. A row that cannot be read raises Refusal with its line, or with `skip_bad` is a None."""
+def read(part: Part, columns: tuple[str, ...] = ("text", *CHAT_COLUMNS)) -> Iterator[Row | Bad]:
+    """The documents that begin in `part`; of a row of a table the first of `columns` that it has. Raises Refusal where the file is broken."""
     with open_binary(part.path) as file:
-        if part.path.endswith((".jsonl", ".parquet")):
-            for place, fields in (parquet_rows if part.path.endswith(".parquet") else json_rows)(part, file, column):
-                try:
-                    yield row_of(part, place, fields, column)
-                except Refusal:
-                    if not skip_bad:
-                        raise
-                    yield None
-        elif part.path.endswith(".txt"):
+        if part.path.lower().endswith(TABLES):
+            for place, fields in (parquet_rows if part.path.lower().endswith(".parquet") else json_rows)(part, file, columns):
+                yield row_of(part, place, fields, columns)
+        elif part.path.lower().endswith(".txt"):
             for place, text in pieces(file, part):
                 yield Row(part, place, text, {"text": text})
         else:
             yield Row(part, 0, part.name, {"text": text_of(file.read())})
 
 
-def lines_from(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes]]:
-    """(place, line) of each line that begins at byte `begin` or later."""
-    file.seek(max(begin - 1, 0))
-    place = max(begin - 1, 0)
-    if begin:
-        place += len(file.readline())  # the end of a line that began before; a lone line break where none did
-    while line := file.readline():
-        yield place, line
-        place += len(line)
+def lines_from(part: Part, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(place, line) of each line that begins in the part."""
+    place = max(part.begin - 1, 0)
+    file.seek(place)
+    skip = part.begin > 0  # the end of a line that began before; a lone line break where none did
+    while place < part.end and (line := file.readline(LINE + 1)):
+        if len(line) > LINE:
+            raise Refusal(f"{part.path}: a line of more than {LINE >> 20} MiB, at byte {place}; is this text?")
+        if not skip:
+            yield place, line
+        place, skip = place + len(line), False
 
 
 def pieces(file: BinaryIO, part: Part) -> Iterator[tuple[int, str]]:
     """A text file ends a document at the first blank line beyond PIECE bytes, and at each BLOCK, where parts may begin."""
     held, start, size = [], part.begin, 0
-    for place, line in lines_from(file, part.begin):
-        if place >= part.end:
-            break
+    for place, line in lines_from(part, file):
         if held and place // BLOCK > start // BLOCK:
             yield start, text_of(b"".join(held))
             held = []
@@ -180,10 +192,8 @@ def text_of(raw: bytes) -> str:
     return raw.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def json_rows(part: Part, file: BinaryIO, column: str) -> Iterator[tuple[int, object]]:
-    for place, line in lines_from(file, part.begin):
-        if place >= part.end:
-            break
+def json_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterator[tuple[int, object]]:
+    for place, line in lines_from(part, file):
         if line.strip():
             try:
                 yield place, json.loads(line)
@@ -191,37 +201,40 @@ def json_rows(part: Part, file: BinaryIO, column: str) -> Iterator[tuple[int, ob
                 yield place, error
 
 
-def row_of(part: Part, place: int, fields: object, column: str) -> Row:
-    """The document in a row of a table. Its side hangs on its id or title, else on itself, so that a copy falls on the same side."""
-    if not isinstance(fields, dict):
-        reason = f"not JSON ({fields})" if isinstance(fields, Exception) else f"a JSON {type(fields).__name__}, not an object"
-        raise Refusal(f"{where(part, place)}: {reason}; mend or drop the line, or --skip-bad")
-    kind = next((c for c in (column, *CHAT_COLUMNS) if fields.get(c) is not None), None)
-    if kind is None or not isinstance(fields[kind], str if kind == column else list):
-        raise Refusal(f'{where(part, place)}: no "{column}" that is text and no {" or ".join(CHAT_COLUMNS)} that is a list, but {sorted(fields)}; '
-                      "name the column with --column, mend or drop the line, or --skip-bad")
-    name = next((fields[key] for key in ("id", "title") if fields.get(key) not in (None, "")), fields[kind])
-    kept = {"text" if kind == column else "messages": fields[kind]} | {k: fields[k] for k in ("score",) if fields.get(k) is not None}
-    return Row(part, place, name if isinstance(name, str) else json.dumps(name), kept)
-
-
-def parquet_rows(part: Part, file: BinaryIO, column: str) -> Iterator[tuple[int, dict]]:
+def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterator[tuple[int, dict]]:
     """The rows of the row groups whose first byte lies in the part, some at a time; only the columns that matter are read."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
     try:
         table = ParquetFile(file)
-        wanted = [c for c in (column, *CHAT_COLUMNS, "id", "title", "score") if c in table.schema_arrow.names]
+        names = table.schema_arrow.names
+        if not set(columns) & set(names):
+            raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")
         place = 0
         for g in range(table.metadata.num_row_groups):
             group = table.metadata.row_group(g)
             first = group.column(0)
             begin = min(o for o in (first.dictionary_page_offset, first.data_page_offset) if o)
             if part.begin <= begin < part.end:
-                for batch in table.iter_batches(batch_size=256, row_groups=[g], columns=wanted):
+                for batch in table.iter_batches(batch_size=256, row_groups=[g], columns=[n for n in names if n in (*columns, "id", "title", "score")]):
                     yield from enumerate(batch.to_pylist(), place)
                     place += len(batch)
             else:
                 place += group.num_rows
-    except ArrowException as error:
-        raise Refusal(f"{part.path}: cannot be read as .parquet ({error}); fetch the file again") from None
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        if part.path.startswith("hub://") and isinstance(error, OSError):
+            raise  # the network's, not the file's
+        raise Refusal(f"{part.path}: cannot be read as .parquet ({' '.join(str(error).split())}); fetch the file again") from None
+
+
+def row_of(part: Part, place: int, fields: object, columns: tuple[str, ...]) -> Row | Bad:
+    """The document in a row of a table. Its side hangs on its id or title, else on itself, so that a copy falls on the same side."""
+    if not isinstance(fields, dict):
+        return Bad(part, place, f"not JSON ({fields})" if isinstance(fields, Exception) else f"a JSON {type(fields).__name__}, not an object")
+    kind = next((c for c in columns if fields.get(c) is not None), None)
+    chat = kind in CHAT_COLUMNS
+    if kind is None or not isinstance(fields[kind], list if chat else str):
+        return Bad(part, place, f"no {' or '.join(columns)} that is a text or a list of messages, but {', '.join(map(str, fields)) or 'nothing'} (--column names the text's)")
+    name = next((fields[key] for key in ("id", "title") if fields.get(key) not in (None, "")), fields[kind])
+    kept = {"messages" if chat else "text": fields[kind], "score": fields.get("score")}
+    return Row(part, place, name if isinstance(name, str) else json.dumps(name, default=str), kept)

@@ -7,6 +7,7 @@ student width and learning rate. `--preset paper` adds the rest of the published
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -58,8 +59,8 @@ PAPER_TOKENS = {"distill": 10.35e9, "sft": 0.62e9}
 PAPER_STEP = 49152
 PAPER_DATA = {
     "distill": ("10B tokens of FineWeb-Edu (score 4 or more) and 0.35B of OpenHermes", (
-        "python data.py prepare hub:HuggingFaceFW/fineweb-edu --min-score 4 --tokenizer {teacher} --tokens 10e9 --out tokens/fineweb-edu",
-        "python data.py prepare hub:teknium/OpenHermes-2.5 --tokenizer {teacher} --out tokens/openhermes",
+        "python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokenizer {teacher} --tokens 10e9 --out tokens/fineweb-edu",
+        "python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer {teacher} --out tokens/openhermes",
         "--data tokens/fineweb-edu=10,tokens/openhermes=0.35")),
     "sft": ("0.62B tokens of 8 instruction sets that our sources do not name (LRC: UltraChat, 0.2B)", ("--data chats.jsonl",))}
 
@@ -118,6 +119,13 @@ def cached(repo: str, revision: str | None, files: list[str], refusal: str) -> t
     if folder is None or not all(any(folder.glob(pattern)) for pattern in needed):
         raise Refusal(refusal) from None
     return folder, f"{repo}@{folder.name}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears whole or not at all: it is written beside its place and renamed into it."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def read_json(path: Path) -> dict:

@@ -112,8 +112,8 @@ class Tokenizer:
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = []
-        for part, token in cut(text, *self.before):
-            for piece, token in cut(normal(part, self.normalise), *self.after) if token is None else [("", token)]:
+        for part, token in between(text, *self.before):
+            for piece, token in between(normal(part, self.normalise), *self.after) if token is None else [("", token)]:
                 ids += self._ordinary(piece) if token is None else [token]
         return ids
 
@@ -208,7 +208,7 @@ def matcher(added: dict[str, dict]) -> tuple[re.Pattern | None, dict[str, int]]:
     return re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))) if plain else None, plain
 
 
-def cut(text: str, pattern: re.Pattern | None, plain: dict[str, int]) -> Iterator[tuple[str, int | None]]:
+def between(text: str, pattern: re.Pattern | None, plain: dict[str, int]) -> Iterator[tuple[str, int | None]]:
     """(text between added tokens, None) and ("", id of an added token), in order."""
     place = 0
     for found in pattern.finditer(text) if pattern else ():

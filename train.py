@@ -189,7 +189,10 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
     folders, weights = prepared(args.data, tokenizer, quiet=True, choice=choice)
-    return (tokenizer, describe(args.data, folders), open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
+    source = describe(args.data, folders)
+    if args.doc_mask and any(part.get("separator_inside") for part in source.get("parts", [source])):
+        raise Refusal(f"--doc-mask: the chat template writes the separator inside the chats of {args.data}, so where one ends cannot be told; leave --doc-mask out")
+    return (tokenizer, source, open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
             open_split(folders, weights, "val", args.seq_len, tokenizer))
 
 
@@ -255,7 +258,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
 
     step_tokens = args.batch_size * args.seq_len * args.accum * place.world
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
-    place.say(f"{args.stage}: {args.teacher}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
+    place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
               f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {step_tokens:,} tokens a step, {args.steps} steps; "
               f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
 

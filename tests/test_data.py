@@ -181,7 +181,8 @@ def test_a_mixtures_evaluation_reads_each_folder_in_its_share(three):
     assert [first.count(k) for k in range(3)] == [12, 2, 6]
 
 
-def test_the_data_flag_names_folders_with_weights(three, tmp_path):
+def test_the_data_flag_names_folders_with_weights(three, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     spec = f"{three}/0=10,{three}/2=0.5"
     folders, weights = prepared(spec, Numbers(30_000))
     assert (folders, weights) == ([three / "0", three / "2"], [10, 0.5])
@@ -190,4 +191,9 @@ def test_the_data_flag_names_folders_with_weights(three, tmp_path):
     assert ours["source"] == spec and ours["fingerprint"] != other["fingerprint"]
     for bad in (f"{three}/0=10,{three}/2", f"{three}/0=x", f"{three}/0=-1", f"{three}/0=nan", f"{three}/0=0"):
         refused("is not FOLDER=WEIGHT", prepared, bad, Numbers(30_000))
+    refused("is there twice", prepared, f"{three}/0=1,{three}/0=1", Numbers(30_000))
+    refused("nowhere does not exist", prepared, f"{three}/0=1,nowhere=1", Numbers(30_000))
+    (tmp_path / "date=2024").mkdir()
+    (tmp_path / "date=2024" / "a.jsonl").write_text('{"text": "1"}', encoding="utf-8")
+    assert prepared(str(tmp_path / "date=2024"), Numbers(), quiet=True)[1] == [1.0]
     refused("1 in 1024", open_split, folders, [1, 1e-9], "train", 4)

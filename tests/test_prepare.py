@@ -18,7 +18,7 @@ import prepare as preparing
 import sources
 from data import Tokens, main
 from prepare import Choice, held_out, prepare
-from sources import cut, read, source_files
+from sources import CHAT_COLUMNS, Bad, read, source_files, units_of
 from teachers import Refusal
 from test_chat import TEMPLATES, home, jsonl, model, talk
 from test_data import Numbers, refused, stored
@@ -32,7 +32,11 @@ chat_home = home  # the fixture of test_chat.py
 
 
 def documents(source, column="text"):
-    return [row for unit in cut(source_files(str(source))) for part in unit for row in read(part, column)]
+    rows = [row for unit in units_of(source_files(str(source))) for part in unit for row in read(part, (column, *CHAT_COLUMNS))]
+    for row in rows:
+        if isinstance(row, Bad):
+            raise Refusal(f"{sources.where(row.part, row.place)}: {row.reason}")
+    return rows
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_a_jsonl_cut_anywhere_holds_each_line_once_and_in_order(tmp_path, small_
     texts = ["é" * int(n) + "\u2028" for n in rng.integers(0, 200, 120)]  # lines longer and shorter than a part; U+2028 ends no line
     lines = [json.dumps({"text": t}, ensure_ascii=bool(k % 2)) for k, t in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n" * 3, encoding="utf-8")
-    assert len(cut(source_files(str(tmp_path)))) > 50
+    assert len(units_of(source_files(str(tmp_path)))) > 50
     assert [row.fields["text"] for row in documents(tmp_path)] == texts
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).encode())  # no line break at the end, and Windows's between
     assert [row.fields["text"] for row in documents(tmp_path)] == texts
@@ -77,7 +81,7 @@ def test_a_text_file_cut_in_parts_is_the_same_documents_as_one_part(tmp_path, mo
     (tmp_path / "a.txt").write_text("".join("x" * int(n) + "\n" * int(1 + n % 3) for n in rng.integers(0, 900, 9000)), encoding="utf-8")
     whole = [row.fields["text"] for row in documents(tmp_path)]
     monkeypatch.setattr(sources, "PART", (1 << 20, 1 << 20))
-    assert len(cut(source_files(str(tmp_path)))) == 4 and [row.fields["text"] for row in documents(tmp_path)] == whole
+    assert len(units_of(source_files(str(tmp_path)))) == 4 and [row.fields["text"] for row in documents(tmp_path)] == whole
     assert "".join(whole) == (tmp_path / "a.txt").read_text(encoding="utf-8")
 
 
@@ -88,7 +92,7 @@ def table(path, rows, per_group=7):
 def test_a_parquet_cut_anywhere_holds_each_row_once_and_in_order(tmp_path, small_parts):
     rows = [{"text": f"text {n} " * (n % 11), "id": f"urn:{n}", "score": n / 10, "url": "x" * 100} for n in range(100)]
     table(tmp_path / "a.parquet", rows)
-    assert len(cut(source_files(str(tmp_path)))) > 10
+    assert len(units_of(source_files(str(tmp_path)))) > 10
     assert [(row.name, row.fields) for row in documents(tmp_path)] == [(r["id"], {"text": r["text"], "score": r["score"]}) for r in rows]
 
 
@@ -96,14 +100,14 @@ def test_rows_are_named_by_id_or_title_or_their_own_text_and_places_are_told_in_
     rows = [{"text": "a", "id": 7}, {"text": "b", "title": "B"}, {"text": "c"}, {"conversations": [{"from": "gpt", "value": "d"}]}]
     found = documents(jsonl(tmp_path / "a.jsonl", rows))
     assert [row.name for row in found] == ["7", "B", "c", json.dumps(rows[3]["conversations"])]
-    assert [row.where().rpartition(", ")[2] for row in found] == ["line 1", "line 2", "line 3", "line 4"]
+    assert [sources.where(row.part, row.place).rpartition(", ")[2] for row in found] == ["line 1", "line 2", "line 3", "line 4"]
 
 
 @pytest.mark.parametrize("rows, column, why", [
-    ([{"body": "a"}], "text", "no \"text\" that is text"), ([{"text": None}], "text", "--column"), ([{"text": 5}], "text", "--column"),
-    ([{"body": ["a"]}], "body", "no \"body\" that is text")])
+    ([{"body": "a", "url": "b"}], "text", "but body, url"), ([{"text": "good"}, {"text": None}], "text", "row 2: no text"), ([{"text": 5}], "text", "row 1: no text"),
+    ([{"body": ["a"]}], "body", "row 1: no body")])
 def test_a_table_without_the_column_is_refused_by_name(tmp_path, rows, column, why):
-    table(tmp_path / "a.parquet", [{column: "good", "text": "good"}] * 3 + rows) if not isinstance(rows[0].get(column), (int, list)) else jsonl(tmp_path / "a.jsonl", rows)
+    table(tmp_path / "a.parquet", rows)
     refused(why, documents, tmp_path, column)
 
 
@@ -214,7 +218,7 @@ def test_the_same_source_is_prepared_once_and_a_changed_one_again(tmp_path, monk
     times = {f: os.stat(f).st_mtime_ns for f in first.iterdir()}
     assert prepare(source, TINY, quiet=True) == first == prepare(str(first), TINY, quiet=True)
     assert times == {f: os.stat(f).st_mtime_ns for f in first.iterdir()} and os.listdir("tokens") == [first.name]
-    assert prepare(source, TINY, quiet=True, choice=Choice(tokens=1)) != first
+    assert prepare(source, TINY, quiet=True, choice=Choice(tokens=100)) != first
     jsonl(tmp_path / "a.jsonl", [{"text": "one and two"}])
     second = prepare(source, TINY, quiet=True)
     assert second != first and stored(second, "train") + stored(second, "val") == TINY.document("one and two")
@@ -258,7 +262,99 @@ def test_chats_join_the_documents_in_the_models_own_template_with_every_token_co
     refused("c.jsonl, line 3:", prepare, source, tokenizer, tmp_path / "sft", quiet=True, choice=Choice(chats=True))
 
 
+def test_scores_that_are_no_number_and_documents_that_do_not_fit_are_never_taken(tmp_path):
+    rows = [{"text": f"t{n}", "score": [5, 3, float("nan"), None][n % 4]} for n in range(40)]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    refused("line 4: no number", prepare, source, TINY, tmp_path / "out", quiet=True, choice=Choice(min_score=4))
+    out = prepare(source, TINY, tmp_path / "out", quiet=True, choice=Choice(min_score=4, skip_bad=True))
+    assert sorted(stored(out, "train") + stored(out, "val")) == sorted(i for r in rows if r["score"] == 5 for i in TINY.document(r["text"]))
+    refused("more than the --tokens", prepare, source, TINY, tmp_path / "few", quiet=True, choice=Choice(tokens=1))
+    (tmp_path / "empty.jsonl").write_text("\n", encoding="utf-8")
+    refused("no document in it", prepare, str(tmp_path / "empty.jsonl"), TINY, tmp_path / "none", quiet=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl", "out"]
+
+
+def test_a_row_with_text_and_messages_is_a_chat_where_chats_are_asked_for(chat_home, tmp_path):
+    folder, library = model(chat_home, tmp_path / "m", TEMPLATES["chatml"])
+    source = jsonl(tmp_path / "c.jsonl", [{"text": "as text", "messages": talk("a", "b"), "id": n} for n in range(30)])
+    chats, documents = (prepare(source, Tokenizer(folder), tmp_path / str(c), quiet=True, choice=Choice(chats=c)) for c in (True, False))
+    ids = library.apply_chat_template(talk("a", "b"), tokenize=True, return_dict=True)["input_ids"]
+    assert stored(chats, "train")[:len(ids)] == ids and stored(documents, "train")[:2] == Tokenizer(folder).encode("as text")[:2]
+
+
+def test_a_template_that_writes_the_separator_is_counted_and_a_document_mask_refused(chat_home, tmp_path):
+    import train
+    folder, _ = model(chat_home, tmp_path / "m", TEMPLATES["inst"])  # it ends each answer with the separator
+    out = prepare(jsonl(tmp_path / "c.jsonl", [{"messages": talk("a", "b", "c", "d"), "id": n} for n in range(50)]), Tokenizer(folder), tmp_path / "out", quiet=True, choice=Choice(chats=True))
+    assert json.loads((out / "tokens.json").read_text(encoding="utf-8"))["separator_inside"] == 50
+    args = train.Args(stage="sft", init=str(folder), data=str(out), seq_len=8, doc_mask=True)
+    shape = type("Shape", (), {"max_position_embeddings": 100, "vocab_size": 10_000})
+    refused("--doc-mask", train.tokens_of, args, folder, shape, train.Place(None, 0, 1, None))
+
+
+@pytest.mark.parametrize("column", [pyarrow.array([1, 2, 3], pyarrow.date32()), pyarrow.array([b"a", b"b", b"c"]), pyarrow.array([1.5, None, 2])])
+def test_ids_of_any_type_name_a_row(tmp_path, column):
+    parquet.write_table(pyarrow.table({"id": column, "text": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    assert len({row.name for row in documents(tmp_path)}) == 3
+
+
+def test_text_that_is_not_utf8_and_a_file_without_columns_are_refused_by_name(tmp_path):
+    bad = pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(np.array([0, 1, 3], np.int32)), pyarrow.py_buffer(b"a\xff\xfe"))
+    parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    refused("a.parquet: cannot be read", documents, tmp_path)
+    parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")
+    refused("a.parquet: no column text", documents, tmp_path)
+
+
+def test_a_line_without_end_is_not_taken_for_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LINE", 1000)
+    (tmp_path / "a.txt").write_text("a\n" + "x" * 2000, encoding="utf-8")
+    refused("a line of more than", documents, tmp_path)
+
+
+def test_a_file_and_a_link_to_it_are_one_and_a_prepared_folder_takes_no_options(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.md").write_text("text", encoding="utf-8")
+    (tmp_path / "in" / "b.md").symlink_to(tmp_path / "in" / "a.md")
+    assert [row.name for row in documents(tmp_path / "in")] == ["a.md"]
+    out = prepare(str(tmp_path / "in"), TINY, tmp_path / "out", quiet=True)
+    for more in (dict(out=tmp_path / "other"), dict(choice=Choice(min_score=3))):
+        refused("prepared already", prepare, str(out), TINY, **more)
+    refused("documents, not chats", prepare, str(out), TINY, choice=Choice(chats=True))
+
+
+def test_a_shard_that_is_missing_is_missed(tmp_path):
+    out = prepare(jsonl(tmp_path / "a.jsonl", [{"text": f"{n} " * 400} for n in range(3000)]), TINY, tmp_path / "out", quiet=True)
+    (out / "train-00001.safetensors").unlink()
+    refused("tokens.json says", Tokens, out, "train", 16, TINY)
+
+
 # ------------------------------------------------------------------------- processes, interruption
+
+@pytest.mark.parametrize("victim", ["worker", "parent"])
+def test_a_killed_process_hangs_nobody(tmp_path, victim):
+    """A worker killed as by the system for want of memory: one line, and the same command goes on. The parent killed: no worker stays."""
+    source = jsonl(tmp_path / "a.jsonl", [{"text": f"{n} " * 400} for n in range(9000)])
+    command = [sys.executable, str(ROOT / "data.py"), "prepare", source, "--tokenizer", str(ROOT / "tiny"), "--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    children = lambda: [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    workers = []
+    while process.poll() is None and not list((tmp_path / "out.making").glob("unit-*")):
+        workers = [pid for pid in children() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        time.sleep(0.01)
+    assert len(workers) == 2
+    os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == (1 if victim == "worker" else -signal.SIGKILL) and "Traceback" not in said
+    assert victim == "parent" or "goes on where it stopped" in said
+    for _ in range(500):
+        if not any(Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text() for pid in workers):
+            break
+        time.sleep(0.02)
+    else:
+        raise AssertionError("a worker is left")
+    assert contents(prepare(source, TINY, tmp_path / "out", quiet=True)) == contents(prepare(source, TINY, tmp_path / "whole", quiet=True))
+
 
 def contents(folder):
     return {p.name: load_file(p)["tokens"].tolist() for p in sorted(folder.glob("*.safetensors"))}
@@ -285,12 +381,12 @@ def test_what_a_killed_process_finished_is_not_done_again(tmp_path, monkeypatch)
     process.send_signal(signal.SIGKILL)
     process.wait()
     done = len(list(making.glob("unit-*.json")))
-    assert 2 <= done < len(cut(source_files(source))) and not (tmp_path / "out").exists()
+    assert 2 <= done < len(units_of(source_files(source))) and not (tmp_path / "out").exists()
     (making / "train-99999.safetensors").write_bytes(b"left over")
     read_now = []
     monkeypatch.setattr(preparing, "read", lambda part, *rest: read_now.append(part) or read(part, *rest))
     assert contents(prepare(source, TINY, tmp_path / "out", quiet=True, workers=1)) == whole
-    assert len(read_now) == len(cut(source_files(source))) - done and not making.exists()
+    assert len(read_now) == len(units_of(source_files(source))) - done and not making.exists()
 
 
 def test_a_folder_begun_with_other_files_is_begun_anew(tmp_path):
@@ -320,6 +416,6 @@ def test_the_command_prepares_and_says_what_it_made(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.strip().endswith(str(tmp_path / "out")) and "1 rows left out" in said and "documents" in said
     assert 90 < len(stored(tmp_path / "out", "train")) <= 100
-    for bad in (["--tokens", "-1"], ["--workers", "0"]):
+    for bad in (["--tokens", "-1"], ["--tokens", "nan"], ["--tokens", "inf"], ["--tokens", "0.5"], ["--workers", "0"], ["--seed", "-1"], ["--min-score", "nan"], ["--out", "."]):
         with pytest.raises(Refusal):
             main(["prepare", source, *bad])

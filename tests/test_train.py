@@ -548,6 +548,11 @@ def test_a_run_folder_in_use_or_contradicted_is_refused(teacher_folder, tmp_path
         train.main(["--resume", "--out", str(out), "--mode", "lrc"])
     with pytest.raises(Refusal, match="no such file"):
         train.main(["--resume", "--out", str(tmp_path / "nowhere")])
+    with pytest.raises(Refusal, match="not that of a run"):
+        train.main(["--resume", "--out", str(ROOT / "tiny")])
+    for flags in (["--shard-optimizer"], ["--gpus", "8"]):
+        with pytest.raises(Refusal, match="would have no effect"):
+            train.main(["--resume", "--out", str(out), *flags])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(teacher_folder, tmp_path):
