@@ -153,6 +153,7 @@ def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choic
     for folder, _, weight in parts:
         if not re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", weight) or not 0 < float(weight) < math.inf:
             raise Refusal(f"--data {data!r}: {folder}={weight} is not FOLDER=WEIGHT with a positive weight")
+    for folder, _, _ in parts:
         if not (Path(folder).exists() or folder == "stdlib" or folder.startswith("hub:")) or [f for f, _, _ in parts].count(folder) > 1:
             raise Refusal(f"--data {data!r}: {folder} {'is there twice' if Path(folder).exists() else 'does not exist'}")
     return [prepare(folder, tokenizer, quiet=quiet, choice=choice) for folder, _, _ in parts], [float(weight) for _, _, weight in parts]
