@@ -7,8 +7,9 @@
 
 Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones. A document ends with the
 tokenizer's separator, which no text can hold, so that a reader of the shards knows where documents end (a chat template could write it:
-tokens.json counts the chats where it does). One in HELD_OUT_EVERY, chosen by the hash of its name or else of its text, is held out: a document keeps its side when others come and go. With a budget (--tokens) the
-units are taken in an order shuffled by the seed, until it is reached: a sample of the whole source, not its beginning.
+tokens.json counts the chats where it does). One in HELD_OUT_EVERY, chosen by the hash of its name or else of its text, is held out: a
+document keeps its side when others come and go. With a budget (--tokens) the units are taken in an order shuffled by the seed, until it
+is reached: a sample of the whole source, not its beginning.
 
 A shard is a safetensors file: "tokens", and for chats "mask", 1 where the loss falls. The header states dtype and shape, its metadata
 FORMAT, the vocabulary and the tokenizer's fingerprint, so that ids of another tokenizer, or 128k ids in 16 bits, are refused, not trained on.
