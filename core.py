@@ -13,6 +13,7 @@ The modes here start from that same merged matrix; three of them let training le
 Zc starts at 0, so that at step 0 the five students are one function; all merge to one matrix of the plain shape. `core` is `dense`
 with AdamW run in the frame [T U_perp]: an orthogonal change of coordinates reaches the same matrices, but AdamW scales each
 coordinate by its own history, so it takes another path. Attention, embedding and head stay as lrc.py made them.
+Opened holds the frame as matrices, to be read; Implicit is `core` in the same frame for teachers whose U_perp is too large to hold.
 Source: Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
@@ -71,45 +72,48 @@ class Opened(Plain):
 
 
 class Implicit(Plain):
-    """`core` with neither T nor U_perp in memory: the same coordinates, from the teacher's own matrix and two of (k, k).
+    """`core` with neither T nor U_perp in memory: the same coordinates, from the teacher's own W_T and two matrices of its width.
 
-    With T = W_T M, E the first k columns of the unit matrix and Y = E - T, the matrix
-        Q = 1 - Y S Y^T,    S = (1 - T_1^T)^-1,    T_1 (k, k) the first rows of T
-    is orthogonal (S^-1 + S^-T = Y^T Y) and Q E = T, so Q = [T U]. There is one such Q, and the reflectors of a QR of T multiply to it: U is
-    the U_perp that `complement` writes out. QR turns the sign of some columns of T, which keeps 1 - T_1 far from singular; so do we, and
-    turn Z with them. A row of coordinates [Z Zc] and a row of G^T then meet W_T twice, once each way, instead of T and U_perp:
-        X Q = X - u S Y^T,   u = X Y = X_1 - (X W_T) M,   (.) Y^T = (.) E^T - ((.) M^T) W_T^T
+    With E the first k columns of the unit matrix, Y = E - T and T_1 (k, k) the first rows of T, the matrix
+        Q = 1 - Y S Y^T,    S = (1 - T_1^T)^-1
+    is orthogonal, since S^-1 + S^-T = Y^T Y, and Q E = T: Q = [T U]. Of all such Q it alone differs from 1 by a matrix of rank k, and so does
+    the product of the k reflectors of a QR of T. Hence U is the very U_perp that `complement` writes out. QR turns the sign of some
+    columns of T, which keeps 1 - T_1^T far from singular; so do we, and turn Z with them.
     """
 
     def __init__(self, plain: Plain, teacher_weight: Tensor):
         """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value."""
         nn.Module.__init__(self)
         self.dual, self.Z, self.teacher_weight = plain.dual, plain.Z, (teacher_weight,)  # in a tuple, or it would count as a coordinate
-        T, k, A = plain.T, plain.T.shape[1], self.flip(teacher_weight).detach().double()
-        sign = torch.linalg.qr(T).R.diagonal().sign()
-        T = (T * sign).double()
-        unit = torch.eye(k, dtype=T.dtype, device=T.device)
-        buffers = {"sign": sign, "M": torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ T), "S": torch.linalg.inv(unit - T[:k].T)}
-        for name, value in buffers.items():  # (k,), (H, k), (k, k)
-            self.register_buffer(name, value.to(plain.T.dtype), persistent=False)
-        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))  # (r, out - k)
+        W_T, k, dtype = self.flip(teacher_weight).detach().double(), plain.T.shape[1], plain.T.dtype
+        sign = torch.linalg.qr(plain.T).R.diagonal().sign()
+        T = (plain.T * sign).double()                                                              # (out, k)
+        # T = W_T M:  M = (W_T^T W_T)^+ W_T^T T
+        M = torch.linalg.pinv(W_T.T @ W_T, rtol=1e-12, hermitian=True) @ (W_T.T @ T)
+        # S = (1 - T_1^T)^-1
+        S = torch.linalg.inv(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T)
+        self.register_buffer("sign", sign, persistent=False)                # (k,)
+        self.register_buffer("M", M.to(dtype), persistent=False)            # (H, k)
+        self.register_buffer("S", S.to(dtype), persistent=False)            # (k, k)
+        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))   # (r, out - k)
 
     def rotate(self, X: Tensor, S: Tensor) -> Tensor:
-        """X (r, out) -> X - (X Y) S Y^T: X Q for S, X Q^T for S^T."""
-        W_T, k = widen(self.flip(self.teacher_weight[0])), len(S)
+        """X (r, out) -> X - X Y S Y^T, which is X Q for S and X Q^T for S^T. W_T is met twice, T and U_perp not at all."""
+        W_T, k = widen(self.flip(self.teacher_weight[0])), len(S)  # (out, H)
+        # X Y S = (X_1 - X W_T M) S,  X_1 the first k columns of X
         u = (X[:, :k] - (X @ W_T) @ self.M) @ S  # (r, k)
+        # X - u Y^T = X + u M^T W_T^T - u E^T
         X = X + (u @ self.M.T) @ W_T.T
         X[:, :k] -= u
         return X
 
     def weight(self) -> Tensor:
-        """[T U_perp] [Z Zc]^T."""
+        """W^T = [Z Zc] Q^T."""
         return self.flip(self.rotate(torch.cat([self.Z * self.sign, self.Zc], 1), self.S.T).T)
 
     def pull_back(self, G: Tensor) -> None:
-        """dL/d[Z Zc] = G^T [T U_perp]."""
-        X = self.rotate(self.flip(G).T, self.S)
-        k = len(self.sign)
+        """dL/d[Z Zc] = G^T Q."""
+        X, k = self.rotate(self.flip(G).T, self.S), len(self.S)
         self.Z.grad, self.Zc.grad = (X[:, :k] * self.sign).contiguous(), X[:, k:].contiguous()  # fused AdamW reads memory, not strides
 
 

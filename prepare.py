@@ -2,8 +2,8 @@
 
     python data.py prepare stdlib --tokenizer tiny
     python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokens 10e9 --tokenizer llama3.2-3b --out tokens/fineweb-edu
-    python data.py prepare hub:teknium/OpenHermes-2.5 --tokenizer llama3.2-3b --out tokens/openhermes      # chats, in the model's own template
-    python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                      # for train.py --stage sft
+    python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer llama3.2-3b --out tokens/openhermes    # in its chat template
+    python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                              # for train.py --stage sft
 
 Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones. A document ends with the
 tokenizer's separator, which no text can hold, so that a reader of the shards knows where documents end (a chat template could write it:

@@ -117,7 +117,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
     try:
         with HfFileSystem().open(path.removeprefix("hub://"), "rb") as file:
             yield file
-    except (Refusal, GeneratorExit):
+    except Refusal:
         raise
     except Exception as error:
         raise OSError(f"{path}: reading stopped ({type(error).__name__}: {error}); the same command goes on from there") from None
@@ -147,7 +147,7 @@ def read(part: Part, columns: tuple[str, ...] = ("text", *CHAT_COLUMNS)) -> Iter
     """The documents that begin in `part`; of a row of a table the first of `columns` that it has. Raises Refusal where the file is broken."""
     with open_binary(part.path) as file:
         if part.path.lower().endswith(TABLES):
-            for place, fields in (parquet_rows if part.path.lower().endswith(".parquet") else json_rows)(part, file, columns):
+            for place, fields in parquet_rows(part, file, columns) if part.path.lower().endswith(".parquet") else json_rows(part, file):
                 yield row_of(part, place, fields, columns)
         elif part.path.lower().endswith(".txt"):
             for place, text in pieces(file, part):
@@ -192,7 +192,7 @@ def text_of(raw: bytes) -> str:
     return raw.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def json_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterator[tuple[int, object]]:
+def json_rows(part: Part, file: BinaryIO) -> Iterator[tuple[int, object]]:
     for place, line in lines_from(part, file):
         if line.strip():
             try:

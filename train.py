@@ -111,6 +111,14 @@ def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> O
                      tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
 
 
+def share_start(clone: lrc.Clone) -> None:
+    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file."""
+    bases = [basis for m in clone.maps.values() for basis in m.buffers()]
+    for tensor in [*clone.coordinates().values(), *([] if clone.frame is None else [clone.frame]), *bases]:
+        dist.broadcast(tensor.data, 0)
+    clone.deploy()
+
+
 def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
     """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(Path(args.out))
@@ -244,12 +252,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
     optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
     step = begun = resume(args, clone, optimizer) if args.resume else 0
     if place.world > 1:
-        bases = [basis for m in clone.maps.values() for basis in m.buffers()]
-        frame = [] if clone.frame is None else [clone.frame]
-        # one start for all ranks, whatever their hardware; AdamW's moments are zeros or out of one file
-        for tensor in [*clone.coordinates().values(), *frame, *bases]:
-            dist.broadcast(tensor.data, 0)
-        clone.deploy()
+        share_start(clone)
     objective = objective_of(args, tokenizer.vocab_size, tokenizer.separator)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
@@ -293,8 +296,9 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         taken = time.perf_counter() - clock
         spent += taken
         last = step == args.steps
-        state = training_state(clone, optimizer) if step % args.save_every == 0 or last else {}
-        if state and args.shard_optimizer:
+        evaluates, saves = step % args.eval_every == 0 or last, step % args.save_every == 0 or last
+        state = training_state(clone, optimizer) if saves else {}
+        if saves and args.shard_optimizer:
             state = gathered(state, place.rank)
         if place.rank != 0:
             continue
@@ -303,14 +307,13 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
             left = int((args.steps - step) * spent / (step - begun))
             place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {sums[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in sums)
                       + f"  |g| {sums['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
-        if step % args.eval_every == 0 or step % args.save_every == 0 or last:
+        if evaluates or saves:
             clone.deploy()  # the student still holds the weights from before this step's update
-        if step % args.eval_every == 0 or last:
+        if evaluates:
             report()
-        if step % args.save_every == 0 or last:
+        if saves:
             runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights)
 
-    # what it came to
     if place.world > 1:
         dist.barrier()
     if place.rank == 0:
