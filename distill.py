@@ -63,16 +63,18 @@ class Objective:
 # ------------------------------------------------------------------------------- KL and CE, by chunks
 
 
-def kl_rows(t: Tensor, z: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits t (teacher) and z (student), both (N, V) fp32 -> KL(p_t || p_z) at a temperature, (N,), and both softmaxes.
+def kl_rows(t: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits over the temperature, t/T (teacher) and z/T (student), both (N, V) fp32 -> KL(p_t || p_z), (N,), and its gradient at z/T,
+    p_z - p_t, (N, V). `t` is overwritten: tensors of this size are what the memory goes to.
 
     At T = 40 every log-probability is near -log V while the KL is about 1e-3, so in sum p_t (log p_t - log p_z) the rounding of the
     two normalisers shows. Adding sum (p_z - p_t), which is zero, cancels it to first order; with d = log p_z - log p_t:
-        KL = sum_v  p_t * (exp(d) - 1 - d),   no summand below zero
+        KL = sum_v  p_t * (exp(d) - 1 - d),   no summand below zero        p_z - p_t = p_t * (exp(d) - 1)
     """
-    log_t, log_z = F.log_softmax(t / temperature, -1), F.log_softmax(z / temperature, -1)
-    p_t, d = log_t.exp(), (log_z - log_t).clamp(max=80)  # beyond 80 exp overflows, and p_t is 0 in fp32
-    return (p_t * (torch.expm1(d) - d)).sum(-1), p_t, log_z.exp()
+    log_t, log_z = F.log_softmax(t, -1), F.log_softmax(z, -1)
+    d = log_z.sub_(log_t).clamp_(max=80)  # beyond 80 exp overflows, and p_t is 0 in fp32
+    p_t, grown = log_t.exp_(), torch.expm1(d, out=t)
+    return d.neg_().add_(grown).mul_(p_t).sum(-1), grown.mul_(p_t)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -94,22 +96,25 @@ class HeadLoss(torch.autograd.Function):
             kl, ce = x.new_zeros((), dtype=wide), x.new_zeros((), dtype=wide)
             for i in range(0, len(x), o.chunk):
                 rows = slice(i, i + o.chunk)
-                xi, yi = x[rows].to(dtype), targets[rows]
+                yi = targets[rows]
                 valid = yi != IGNORE
+                read = lambda stream: stream[rows].to(dtype).masked_fill(~valid[:, None], 0)  # what no loss may see may be NaN
+                xi = read(x)
                 z = (xi @ w.T).to(wide)  # (chunk, V)
-                dz = torch.zeros_like(z)
                 if o.w_ce:
-                    log_p, label = F.log_softmax(z, -1), yi.clamp(min=0)[:, None]
-                    ce += torch.where(valid, -log_p.gather(1, label)[:, 0], 0).sum()
-                    dz.add_(log_p.exp_(), alpha=o.w_ce).scatter_add_(1, label, torch.full_like(label, -o.w_ce, dtype=wide))
+                    dz, label = F.log_softmax(z, -1), yi.clamp(min=0)[:, None]
+                    ce -= torch.where(valid, dz.gather(1, label)[:, 0], 0).sum()
+                    dz.exp_().scatter_add_(1, label, torch.full_like(label, -1, dtype=wide)).mul_(o.w_ce)
+                else:
+                    dz = torch.zeros_like(z)
                 if o.w_kl:
-                    t = (x_t[rows].to(dtype) @ w_t.T).to(wide)
-                    each, p_t, p_z = kl_rows(t[:, :o.real_vocab], z[:, :o.real_vocab], o.temperature)
+                    t = (read(x_t) @ w_t.T).to(wide)
+                    each, apart = kl_rows(t.div_(o.temperature)[:, :o.real_vocab], z.div_(o.temperature)[:, :o.real_vocab])
                     kl += torch.where(valid, KL_SCALE * o.temperature ** 2 * each, 0).sum()
-                    dz[:, :o.real_vocab].add_(p_z.sub_(p_t), alpha=o.w_kl * KL_SCALE * o.temperature)
-                dz = torch.where(valid[:, None], dz, 0).to(dtype)  # where, not times: a masked NaN stays out
+                    dz[:, :o.real_vocab].add_(apart, alpha=o.w_kl * KL_SCALE * o.temperature)
+                dz = dz.mul_(valid[:, None].to(wide)).to(dtype)
                 dx[rows] = (dz @ w).to(x.dtype)
-                dw += dz.T @ xi
+                torch.addmm(dw, dz.T, xi, out=dw) if dtype == wide else dw.add_(dz.T @ xi)  # a sum over chunks is never rounded to 16 bits
         ctx.save_for_backward(dx, dw.to(weight.dtype))
         ctx.mark_non_differentiable(kl, ce)
         return o.w_kl * kl + o.w_ce * ce, kl, ce
@@ -123,6 +128,41 @@ class HeadLoss(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ alignment
 
 
+def square(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """|s - t|^2 / n: a mean over features, so that a width doubled by repetition changes nothing."""
+    d, n = s - t, s.shape[-1]
+    return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(2 / n)
+
+
+def relative(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """|s - t|^2 / |t|^2."""
+    d, whole = s - t, torch.linalg.vector_norm(t, dim=-1).square().clamp(min=1e-12 * t.shape[-1])
+    return torch.linalg.vector_norm(d, dim=-1).square() / whole, d.mul_(2 / whole[..., None])
+
+
+def cosine(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - c, c = s.t / (|s| |t|).   dc/ds = (t/|t| - c s/|s|) / |s|"""
+    S, T = (torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-8) for x in (s, t))
+    c = torch.linalg.vecdot(s, t) / (S * T)
+    return 1 - c, (s * (c / S ** 2)[..., None]).addcmul_(t, (-1 / (S * T))[..., None])
+
+
+class Distance(torch.autograd.Function):
+    """The sum of a distance f(s, t) over the valid tokens. f gives value and gradient at s by its formula, (..., n) -> (...) and (..., n): a third of
+    the passes over memory that autograd takes through the same formula."""
+
+    @staticmethod
+    def forward(ctx, s, t, valid, f):
+        value, ds = f(widen(s), widen(t) if isinstance(t, Tensor) else t)
+        ctx.save_for_backward(ds.mul_(valid[..., None].to(ds.dtype)).to(s.dtype))
+        return torch.where(valid, value, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ds, = ctx.saved_tensors
+        return grad * ds, None, None, None
+
+
 def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, valid: Tensor, objective: Objective,
                writers: list[tuple[Tensor, Tensor]] | None = None) -> dict[str, Tensor]:
     """Taps of both models, one dict a layer; valid (B, T) -> the terms of objective.align, each summed over layers and tokens.
@@ -131,29 +171,19 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
     state does not: the teacher's is compared through the frame F (H, r), h_T F. `writers` are the student's (o_proj, down_proj) weights
     a layer, which attn_out and ffn_out need.
     """
-    def mean_square(difference):  # mean over features, so that a width doubled by repetition changes nothing
-        return torch.where(valid, widen(difference).pow(2).mean(-1), 0).sum()
-
-    def squared(a, b):
-        return mean_square(widen(a) - widen(b))
-
-    def cosine(a, b):
-        return torch.where(valid, 1 - F.cosine_similarity(widen(a), widen(b), dim=-1), 0).sum()
-
-    def relative(a, b):  # |a - b|^2 / |b|^2
-        return torch.where(valid, (widen(a) - widen(b)).pow(2).mean(-1) / widen(b).pow(2).mean(-1).clamp(min=1e-12), 0).sum()
-
-    attend, compare = {"cosine": cosine, "mse": squared}[objective.attention], {"relative": relative, "mse": squared}[objective.hidden]
+    attend = cosine if objective.attention == "cosine" else square
+    compare = relative if objective.hidden == "relative" else square
+    distance = lambda f, a, b: Distance.apply(a, b, valid, f)
     product = lambda tap: F.silu(tap["gate"]) * tap["up"]  # what down_proj reads
 
     def term(name, s, t, writer):
         if name == "hidden":
-            return compare(s[name], t[name] @ frame.to(t[name].dtype))
+            return distance(compare, s[name], t[name] @ frame.to(t[name].dtype))
         if name == "attn_out":  # W_S (a_S - a_T)
-            return mean_square(F.linear(s["o"] - t["o"], writer[0]))
+            return distance(square, F.linear(s["o"] - t["o"], writer[0]), 0)
         if name == "ffn_out":
-            return mean_square(F.linear(product(s) - product(t), writer[1]))
-        return (squared if name in ("gate", "up") else attend)(s[name], t[name])
+            return distance(square, F.linear(product(s) - product(t), writer[1]), 0)
+        return distance(square if name in ("gate", "up") else attend, s[name], t[name])
 
     sums = dict.fromkeys(objective.align, 0.0)
     for s, t, writer in zip(student, teacher, writers or [None] * len(student), strict=True):
@@ -218,8 +248,8 @@ def evaluate(student, teacher, batches, chunk: int = 512, real_vocab: int | None
                 valid = targets[rows] != IGNORE
                 t = widen(teacher.lm_head(x_t[rows]))[valid, :real_vocab]
                 z = z[valid, :real_vocab]
-                kl += kl_rows(t, z, 1.0)[0].sum().item()
                 same += (t.argmax(-1) == z.argmax(-1)).sum().item()
+                kl += kl_rows(t, z)[0].sum().item()
         count += (targets != IGNORE).sum().item()
     if not count:
         raise Refusal("the held-out windows that were read hold no target for the loss; raise --eval-tokens or give more data")

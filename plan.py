@@ -143,13 +143,15 @@ def activations(c: Config, width: int, args: Args, teacher_bytes: int = 2) -> di
     # each of the five, fp32 keeps one a norm); rotated q and k, v, the mix, log-sum-exps; gate, silu(gate), up, their product
     block = 4 * 4 * r + (5 * 2 * r if half else 2 * 4 * r) + 2 * 4 + b * heads + 4 * n + 4 * b * F
     parts = {"student's blocks": tokens * L * (4 * r if args.checkpointing else block)}
-    # of these one at a time. logits: 512 rows of z, t, dz, softmaxes, logarithms and their temporaries, ten in all, and two of the 512 before
-    passing = {"logits": (10 if tokens <= 512 else 12) * min(512, tokens) * V * 4, "a block once more": tokens * block * args.checkpointing}
+    # of these one at a time. logits: 512 rows of z, t, dz and two logarithms of softmaxes, and one of the 512 before
+    passing = {"logits": (5 if tokens <= 512 else 6) * min(512, tokens) * V * 4, "a block once more": tokens * block * args.checkpointing}
     if args.stage == "distill" and set(terms(args)) - {"kl", "ce"}:
         ours = b * (heads + 2 * F) if args.checkpointing else b * heads // 2  # without it v, o, gate and up are kept already
         parts["taps of both models"] = tokens * L * (teacher_bytes * (heads + 2 * F + H) + ours)
-        if not args.checkpointing:  # in fp32: both sides of a cosine (taps of fp32 are those, but get a gradient), the difference of an MSE, 11 scalars
-            passing["alignment's arithmetic"] = tokens * L * 4 * ((2 if half else 1) * heads + 2 * F + r + 11)
+        if not args.checkpointing:  # of each distance the gradient at the student's tap; in 16 bits one gate's or up's arithmetic in fp32
+            passing["alignment's gradients"] = tokens * (L * (b * (heads + 2 * F) + 4 * r) + half * 3 * 4 * F)
+    elif args.stage == "distill" and "kl" in terms(args):  # gate and up, also of the block before, silu(gate), the product; q, k, v, o; the stream
+        passing["a teacher's block"] = tokens * teacher_bytes * (6 * F + heads + 5 * H)
     largest = max(passing, key=passing.get)
     parts[largest] = passing[largest]
     parts["heads"] = 4 * V * r + tokens * (3 * 4 * r + teacher_bytes * H)  # dW in fp32; the streams that they read, and dx
