@@ -74,11 +74,11 @@ class Opened(Plain):
 class Implicit(Plain):
     """`core` with neither T nor U_perp in memory: the same coordinates, from the teacher's own W_T and two matrices of its width.
 
-    With E the first k columns of the unit matrix, Y = E - T and T_1 (k, k) the first rows of T, the matrix
-        Q = 1 - Y S Y^T,    S = (1 - T_1^T)^-1
-    is orthogonal, since S^-1 + S^-T = Y^T Y, and Q E = T: Q = [T U]. Of all such Q it alone differs from 1 by a matrix of rank k, and so does
-    the product of the k reflectors of a QR of T. Hence U is the very U_perp that `complement` writes out. QR turns the sign of some
-    columns of T, which keeps 1 - T_1^T far from singular; so do we, and turn Z with them.
+    With T_1 (k, k) the first rows of T and T_2 the others, let B solve (1 - T_1^T) B = T_2^T. Then
+        U = [B; 1] - T B
+    is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1. It is the very U_perp that `complement` writes
+    out: only one orthogonal [T U] differs from the unit matrix by one of rank k, and the product of the k reflectors of a QR does too.
+    QR turns the sign of some columns of T, which keeps 1 - T_1^T far from singular; so do we, and turn Z with them.
     """
 
     def __init__(self, plain: Plain, teacher_weight: Tensor):
@@ -90,31 +90,28 @@ class Implicit(Plain):
         T = (plain.T * sign).double()                                                              # (out, k)
         # T = W_T M:  M = (W_T^T W_T)^+ W_T^T T
         M = torch.linalg.pinv(W_T.T @ W_T, rtol=1e-12, hermitian=True) @ (W_T.T @ T)
-        # S = (1 - T_1^T)^-1
-        S = torch.linalg.inv(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T)
+        # B = (1 - T_1^T)^-1 T_2^T = N W_T2^T:  N = (1 - T_1^T)^-1 M^T
+        N = torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, M.T)
         self.register_buffer("sign", sign, persistent=False)                # (k,)
         self.register_buffer("M", M.to(dtype), persistent=False)            # (H, k)
-        self.register_buffer("S", S.to(dtype), persistent=False)            # (k, k)
+        self.register_buffer("N", N.to(dtype), persistent=False)            # (k, H)
         self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))   # (r, out - k)
 
-    def rotate(self, X: Tensor, S: Tensor) -> Tensor:
-        """X (r, out) -> X - X Y S Y^T, which is X Q for S and X Q^T for S^T. W_T is met twice, T and U_perp not at all."""
-        W_T, k = widen(self.flip(self.teacher_weight[0])), len(S)  # (out, H)
-        # X Y S = (X_1 - X W_T M) S,  X_1 the first k columns of X
-        u = (X[:, :k] - (X @ W_T) @ self.M) @ S  # (r, k)
-        # X - u Y^T = X + u M^T W_T^T - u E^T
-        X = X + (u @ self.M.T) @ W_T.T
-        X[:, :k] -= u
-        return X
-
     def weight(self) -> Tensor:
-        """W^T = [Z Zc] Q^T."""
-        return self.flip(self.rotate(torch.cat([self.Z * self.sign, self.Zc], 1), self.S.T).T)
+        """W = T Z^T + U Zc^T = T (Z^T - v) + [v; Zc^T],  v = B Zc^T."""
+        W_T, k = widen(self.flip(self.teacher_weight[0])), len(self.N)  # (out, H)
+        v = (self.Zc @ W_T[k:]) @ self.N.T  # (r, k), transposed, as all of these
+        W = ((self.Z * self.sign - v) @ self.M.T) @ W_T.T  # (r, out)
+        W[:, :k] += v
+        W[:, k:] += self.Zc
+        return self.flip(W.T)
 
     def pull_back(self, G: Tensor) -> None:
-        """dL/d[Z Zc] = G^T Q."""
-        X, k = self.rotate(self.flip(G).T, self.S), len(self.S)
-        self.Z.grad, self.Zc.grad = (X[:, :k] * self.sign).contiguous(), X[:, k:].contiguous()  # fused AdamW reads memory, not strides
+        """dL/dZ = G^T T,  dL/dZc = G^T U = G_2^T + (G_1^T - G^T T) B."""
+        W_T, k, G = widen(self.flip(self.teacher_weight[0])), len(self.N), self.flip(G).T  # (r, out)
+        GT = (G @ W_T) @ self.M  # (r, k)
+        self.Z.grad = GT * self.sign
+        self.Zc.grad = ((G[:, :k] - GT) @ self.N) @ W_T[k:].T + G[:, k:]
 
 
 def open_mlp(clone: Clone, mode: str, seed: int = 0, teacher: Transformer | None = None) -> Clone:

@@ -78,11 +78,11 @@ def work(c: Config, width: int, args: Args) -> dict[str, float]:
 
 def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> float:
     """FLOPs a step, on every rank, between coordinates and weights. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
-    bases 2r there and 2r back. Implicit bases (core.Implicit.rotate) meet W_T, M, S, M^T and W_T^T, there and back."""
+    bases 2r there and 2r back. Implicit bases (core.Implicit) meet W_T twice, without its first H rows once, and M and N, there and back."""
     if mode in FREE:
         return 0
-    rotate = lambda kept, H, k: 2 * width * (2 * kept * H + 2 * H * k + k * k)
-    return sum(many * (2 * rotate(kept, inherited, inherited) if group == "mlp" and bases == "implicit" and kept > inherited else
+    each = lambda kept, H: 2 * width * (2 * kept * H + H * H)
+    return sum(many * (2 * each(kept, inherited) if group == "mlp" and bases == "implicit" and kept > inherited else
                        4 * width * basis(group, kept, inherited, mode, coordinates))
                for group, many, kept, inherited in matrices(c).values())
 
@@ -99,7 +99,7 @@ def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]
 
 
 def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> int:
-    """Numbers in the T and C of one matrix: of an opened one kept x kept, or with implicit bases M, S and signs; else kept x its span."""
+    """Numbers in the T and C of one matrix: of an opened one kept x kept, or with implicit bases M, N and signs; else kept x its span."""
     if group == "mlp" and mode == "dense":
         return 0
     if group == "mlp" and bases == "implicit" and kept > inherited:

@@ -261,7 +261,7 @@ def test_implicit_bases_are_the_explicit_ones(out, H, rank, dual):
             m.pull_back(G)
     assert close(implicit.weight(), explicit.weight()) and close(implicit.Z.grad, explicit.Z.grad) and close(implicit.Zc.grad, explicit.Zc.grad)
     assert implicit.Z.grad.is_contiguous() and implicit.Zc.grad.is_contiguous()
-    assert {name: b.shape for name, b in implicit.named_buffers()} == {"sign": (rank,), "M": (H, rank), "S": (rank, rank)}
+    assert {name: b.shape for name, b in implicit.named_buffers()} == {"sign": (rank,), "M": (H, rank), "N": (rank, H)}
 
 
 def test_implicit_core_trains_as_explicit_core_does(teacher, ids):
