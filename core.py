@@ -13,7 +13,7 @@ The modes here start from that same merged matrix; three of them let training le
 Zc starts at 0, so that at step 0 the five students are one function; all merge to one matrix of the plain shape. `core` is `dense`
 with AdamW run in the frame [T U_perp]: an orthogonal change of coordinates reaches the same matrices, but AdamW scales each
 coordinate by its own history, so it takes another path. Attention, embedding and head stay as lrc.py made them.
-Opened holds the frame as matrices, to be read; Implicit is `core` in the same frame for teachers whose U_perp is too large to hold.
+Opened holds the frame as matrices, to be read; Compact is `core` in the same frame, faster and smaller.
 Source: Train What You Deploy, arXiv 2609.02006.
 """
 from __future__ import annotations
@@ -71,59 +71,75 @@ class Opened(Plain):
         self.Zc.grad = self.flip(G).T @ self.C
 
 
-class Implicit(Plain):
-    """`core` with neither T nor U_perp in memory: the same coordinates, from the teacher's own W_T and two matrices of its width.
+class Compact(Plain):
+    """`core` without U_perp: the same coordinates, from d_ff k numbers in the place of d_ff^2 and with as much less work.
 
-    With T_1 (k, k) the first rows of T and T_2 the others, let B solve (1 - T_1^T) B = T_2^T. Then
+    With T_1 (k, k) the first rows of T and T_2 the others, let B (k, out - k) solve (1 - T_1^T) B = T_2^T. Then
         U = [B; 1] - T B
     is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1. It is the very U_perp that `complement` writes
     out: only one orthogonal [T U] differs from the unit matrix by one of rank k, and the product of the k reflectors of a QR does too.
     QR turns the sign of some columns of T, which keeps 1 - T_1^T far from singular; so do we, and turn Z with them.
+    T need not be held either: T_2 = B^T (1 - T_1). With a teacher's weight (`implicit`) nor is B: T = W_T M, so B = N W_T2^T, N = (1 - T_1^T)^-1 M^T.
     """
 
-    def __init__(self, plain: Plain, teacher_weight: Tensor):
-        """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value."""
+    def __init__(self, plain: Plain, teacher_weight: Tensor | None = None):
+        """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value; without it B is held."""
         nn.Module.__init__(self)
-        self.dual, self.Z, self.teacher_weight = plain.dual, plain.Z, (teacher_weight,)  # in a tuple, or it would count as a coordinate
-        W_T, k, dtype = self.flip(teacher_weight).detach().double(), plain.T.shape[1], plain.T.dtype
+        k, self.dual, self.Z = plain.T.shape[1], plain.dual, plain.Z
         sign = torch.linalg.qr(plain.T).R.diagonal().sign()
-        T = (plain.T * sign).double()                                                              # (out, k)
-        # T = W_T M:  M = (W_T^T W_T)^+ W_T^T T
-        M = torch.linalg.pinv(W_T.T @ W_T, rtol=1e-12, hermitian=True) @ (W_T.T @ T)
-        # B = (1 - T_1^T)^-1 T_2^T = N W_T2^T:  N = (1 - T_1^T)^-1 M^T
-        N = torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, M.T)
-        self.register_buffer("sign", sign, persistent=False)                # (k,)
-        self.register_buffer("M", M.to(dtype), persistent=False)            # (H, k)
-        self.register_buffer("N", N.to(dtype), persistent=False)            # (k, H)
-        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))   # (r, out - k)
+        T = (plain.T * sign).double()  # (out, k)
+        solve = lambda right: torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, right).to(plain.T.dtype)
+        self.register_buffer("sign", sign, persistent=False)                                 # (k,)
+        self.register_buffer("T1", T[:k].to(plain.T.dtype).contiguous(), persistent=False)   # (k, k)
+        self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))                    # (r, out - k)
+        self.teacher_weight = (teacher_weight,)  # in a tuple, or it would count as a coordinate
+        if teacher_weight is None:
+            self.register_buffer("B", solve(T[k:].T), persistent=False)                      # (k, out - k)
+        else:  # M = (W_T^T W_T)^+ W_T^T T
+            W_T = self.flip(teacher_weight).detach().double()
+            M = torch.linalg.pinv(W_T.T @ W_T, rtol=1e-12, hermitian=True) @ (W_T.T @ T)
+            self.register_buffer("N", solve(M.T), persistent=False)                          # (k, H)
+
+    def W_T2(self) -> Tensor:
+        return widen(self.flip(self.teacher_weight[0]))[len(self.T1):]  # (out - k, H)
+
+    def times_B(self, x: Tensor) -> Tensor:
+        return x @ self.B if self.teacher_weight[0] is None else (x @ self.N) @ self.W_T2().T  # (r, k) -> (r, out - k)
+
+    def times_BT(self, x: Tensor) -> Tensor:
+        return x @ self.B.T if self.teacher_weight[0] is None else (x @ self.W_T2()) @ self.N.T  # (r, out - k) -> (r, k)
 
     def weight(self) -> Tensor:
-        """W = T Z^T + U Zc^T = T (Z^T - v) + [v; Zc^T],  v = B Zc^T."""
-        W_T, k = widen(self.flip(self.teacher_weight[0])), len(self.N)  # (out, H)
-        v = (self.Zc @ W_T[k:]) @ self.N.T  # (r, k), transposed, as all of these
-        W = ((self.Z * self.sign - v) @ self.M.T) @ W_T.T  # (r, out)
-        W[:, :k] += v
-        W[:, k:] += self.Zc
-        return self.flip(W.T)
+        """W = T Z^T + U Zc^T = T u + [v; Zc^T],  v = B Zc^T,  u = Z^T - v;  T u = [T_1 u; B^T (u - T_1 u)]. All transposed here."""
+        v = self.times_BT(self.Zc)  # (r, k)
+        u = self.Z * self.sign - v
+        T1u = u @ self.T1.T
+        return self.flip(torch.cat([T1u + v, self.times_B(u - T1u).add_(self.Zc)], 1).T)
 
     def pull_back(self, G: Tensor) -> None:
-        """dL/dZ = G^T T,  dL/dZc = G^T U = G_2^T + (G_1^T - G^T T) B."""
-        W_T, k, G = widen(self.flip(self.teacher_weight[0])), len(self.N), self.flip(G).T  # (r, out)
-        GT = (G @ W_T) @ self.M  # (r, k)
+        """dL/dZ = G^T T = p + (G_1^T - p) T_1,  p = G_2^T B^T;   dL/dZc = G^T U = G_2^T + (G_1^T - dL/dZ) B."""
+        G1, G2 = self.flip(G).T.split([len(self.T1), self.Zc.shape[1]], 1)  # (r, k), (r, out - k)
+        p = self.times_BT(G2)
+        GT = p + (G1 - p) @ self.T1  # (r, k)
         self.Z.grad = GT * self.sign
-        self.Zc.grad = ((G[:, :k] - GT) @ self.N) @ W_T[k:].T + G[:, k:]
+        self.Zc.grad = self.times_B(G1 - GT).add_(G2)
 
 
-def open_mlp(clone: Clone, mode: str, seed: int = 0, teacher: Transformer | None = None) -> Clone:
-    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with a teacher: by rounding).
-    `seed` is that of R and A; `core` uses none. With a `teacher`, `core` goes by its weights instead of explicit bases (Implicit)."""
-    theirs = dict(teacher.named_parameters()) if teacher is not None else {}
+BASES = ("explicit", "compact", "implicit")
+
+
+def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "explicit", teacher: Transformer | None = None) -> Clone:
+    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with bases that are not
+    explicit: by rounding). `seed` is that of R and A; `core` uses none. `bases`: how `core` holds [T U_perp]; implicit ones need the teacher."""
+    theirs = dict(teacher.named_parameters()) if bases == "implicit" else {}  # name -> W_T
     generator = torch.Generator().manual_seed(seed)
     for name in [n for n in clone.maps if n.endswith(MLP)]:
+        plain = clone.maps[name]
+        square = plain.T.shape[0] == plain.T.shape[1]  # no U_perp
         if mode == "dense":
             del clone.maps[name]  # the deployed matrix is its own coordinate
-        elif mode == "core" and theirs and len(clone.maps[name].T) > clone.maps[name].T.shape[1]:  # a square T leaves no U_perp
-            clone.maps[name] = Implicit(clone.maps[name], theirs[name])
+        elif mode == "core" and bases != "explicit" and not square:
+            clone.maps[name] = Compact(plain, theirs.get(name))
         elif mode != "lrc":
-            clone.maps[name] = Opened(clone.maps[name], directions(mode, clone.maps[name].T, generator))
+            clone.maps[name] = Opened(plain, directions(mode, plain.T, generator))
     return clone

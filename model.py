@@ -197,15 +197,19 @@ class Attention(nn.Module):
     def mix(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, T, H) -> q (B, T, n*d), k and v (B, T, m*d) before RoPE, and their attention mix (B, T, n*d) before o_proj.
         mask (B, 1, T, T) bool, True where attention may go; None: causal."""
-        B, T, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return q, k, v, self.attend(q, k, v, cos, sin, mask)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """softmax(q k^T / sqrt(d)) v, q and k turned by RoPE, all heads side by side: (B, T, n*d)."""
+        B, T, _ = q.shape
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # under autocast q is bf16 while the stream is fp32
         heads = lambda t, count: t.view(B, T, count, self.d).transpose(1, 2)  # (B, count, T, d)
         shared = lambda t: t if mask is None else t.repeat_interleave(self.n // self.m, 1)  # CUDA's fast kernels take a mask or grouped heads, not both
         mixed = F.scaled_dot_product_attention(  # scale 1/sqrt(d): d is head_dim, never H/n
             rotate(heads(q, self.n), cos, sin), shared(rotate(heads(k, self.m), cos, sin)), shared(heads(v, self.m)),
             attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None and self.n != self.m)  # (B, n, T, d)
-        return q, k, v, mixed.transpose(1, 2).reshape(B, T, self.n * self.d)
+        return mixed.transpose(1, 2).reshape(B, T, self.n * self.d)
 
 
 class MLP(nn.Module):

@@ -78,12 +78,12 @@ def work(c: Config, width: int, args: Args) -> dict[str, float]:
 
 def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> float:
     """FLOPs a step, on every rank, between coordinates and weights. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
-    bases 2r there and 2r back. Implicit bases (core.Implicit) meet W_T twice, without its first H rows once, and M and N, there and back."""
+    bases 2r there and 2r back. core.Compact meets B twice and T_1 once, there and back; for B its implicit form meets W_T without H rows, and N."""
     if mode in FREE:
         return 0
-    each = lambda kept, H: 2 * width * (2 * kept * H + H * H)
-    return sum(many * (2 * each(kept, inherited) if group == "mlp" and bases == "implicit" and kept > inherited else
-                       4 * width * basis(group, kept, inherited, mode, coordinates))
+    met = {"compact": lambda kept, H: 2 * (kept - H) * H + H * H, "implicit": lambda kept, H: 2 * (kept - H) * H + 3 * H * H}
+    return sum(4 * width * many * (met[bases](kept, inherited) if group == "mlp" and bases in met and kept > inherited else
+                                   basis(group, kept, inherited, mode, coordinates))
                for group, many, kept, inherited in matrices(c).values())
 
 
@@ -99,11 +99,11 @@ def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]
 
 
 def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> int:
-    """Numbers in the T and C of one matrix: of an opened one kept x kept, or with implicit bases M, N and signs; else kept x its span."""
+    """Numbers in the T and C of one matrix: of an opened one kept x kept, or T_1 and B, or T_1 and N, and signs; else kept x its span."""
     if group == "mlp" and mode == "dense":
         return 0
-    if group == "mlp" and bases == "implicit" and kept > inherited:
-        return 2 * inherited ** 2 + inherited
+    if group == "mlp" and bases != "explicit" and kept > inherited:
+        return inherited ** 2 + inherited * (kept - inherited if bases == "compact" else inherited) + inherited
     if group == "mlp" and mode != "lrc":
         return kept * kept
     return kept * (inherited if coordinates == "teacher" else min(kept, inherited))
@@ -125,11 +125,11 @@ def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_
 
 
 def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int, bases: str = "explicit") -> int:
-    """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` and implicit
-    bases too the spans of the MLP, from which they start."""
+    """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` and bases
+    that are not explicit too the spans of the MLP, from which they start."""
     if mode in FREE:
         return sum(size for part, size in memory(c, width, mode, coordinates, teacher_bytes).items() if part.startswith(("teacher", "student")))
-    begun = memory(c, width, "lrc" if mode == "dense" or bases == "implicit" else mode, coordinates, teacher_bytes)
+    begun = memory(c, width, "lrc" if mode == "dense" or bases != "explicit" else mode, coordinates, teacher_bytes)
     return sum(size for part, size in begun.items() if not part.startswith(("gradients", "optimizer")))
 
 

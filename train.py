@@ -99,7 +99,7 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     if not args.resume:
         frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
     maps = lrc.plain_maps(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
-    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, teacher if args.bases == "implicit" else None)
+    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, args.bases, teacher)
 
 
 def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:

@@ -15,7 +15,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "hidden", "attn_out", "ffn_out")
 INSIDE = ("lrc", "slice")  # the modes that never leave the teacher's span
 
 
-def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0, implicit=False):
+def clone_of(teacher, mode, width=12, seed=3, coordinates="span", seed_of_bases=0, bases="explicit"):
     """A clone whose start is W_T P with a random P: quick, and as good as the calibrated one for what is tested here."""
     student = lrc.blank_student(teacher, width).to(teacher.lm_head.weight.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -26,7 +26,7 @@ def clone_of(teacher, mode, width=12, seed=3, coordinates="span", bases=0, impli
             if w.dim() == 2:
                 w.copy_(P.T @ theirs[name] if name.endswith(lrc.DUAL) else theirs[name] @ P)
     maps = lrc.plain_maps(teacher, student, coordinates, opened=() if mode == "lrc" else core.MLP)
-    return core.open_mlp(lrc.Clone(student, maps, P), mode, bases, teacher if implicit else None)
+    return core.open_mlp(lrc.Clone(student, maps, P), mode, seed_of_bases, bases, teacher)
 
 
 def complement_share(clone, teacher):
@@ -142,7 +142,7 @@ def test_slice_and_random_draw_their_directions_as_stated():
 def test_B25_bases_come_from_the_seed_alone():
     teacher = random_net().requires_grad_(False)
     state = torch.get_rng_state()
-    bases = {(mode, seed, again): {n: m.C for n, m in clone_of(teacher, mode, bases=seed).maps.items() if n.endswith(core.MLP)}
+    bases = {(mode, seed, again): {n: m.C for n, m in clone_of(teacher, mode, seed_of_bases=seed).maps.items() if n.endswith(core.MLP)}
              for mode in ("core", "random", "slice") for seed in (1, 2) for again in (0, 1)}
     same = lambda one, two: [torch.equal(bases[one][n], bases[two][n]) for n in bases[one]]
     for mode in ("core", "random", "slice"):
@@ -157,7 +157,7 @@ def test_B25_bases_come_from_the_seed_alone():
 def test_pull_back_equals_autograd_through_the_coordinates_with_accumulation(teacher, ids, mode, coordinates):
     """float64: two micro-batches on the deployed weights, one pull-back, against coordinates inside the forward."""
     teacher = teacher.double()
-    clone = clone_of(teacher, mode, coordinates=coordinates, bases=7)
+    clone = clone_of(teacher, mode, coordinates=coordinates, seed_of_bases=7)
     with torch.no_grad():
         for name, p in clone.coordinates().items():
             if name.endswith("Zc"):
@@ -236,11 +236,12 @@ def test_B19_B26_optimizer_holds_every_coordinate_once_and_one_step_moves_them_a
     assert tied == teacher.config.tie_word_embeddings
 
 
-# ------------------------------------------------------------------------------------ implicit bases
+# --------------------------------------------------------------------- compact and implicit bases
 
 @pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("bases", ["compact", "implicit"])
 @pytest.mark.parametrize("out, H, rank", [(60, 24, 24), (60, 24, 17), (30, 24, 24), (25, 24, 24)])  # tall, deficient, k > out/2, nearly square
-def test_implicit_bases_are_the_explicit_ones(out, H, rank, dual):
+def test_compact_and_implicit_bases_are_the_explicit_ones(out, H, rank, bases, dual):
     """Against T and the U_perp of a complete QR: the matrix, both gradients, at random coordinates."""
     generator = torch.Generator().manual_seed(out + rank)
     randn = lambda *shape: torch.randn(*shape, dtype=F64, generator=generator)
@@ -248,29 +249,31 @@ def test_implicit_bases_are_the_explicit_ones(out, H, rank, dual):
     W_T = randn(out, rank) @ randn(rank, H)
     W = W_T @ randn(H, 9)
     W_T, W = (W_T.T.contiguous(), W.T) if dual else (W_T, W)
-    explicit, implicit = (lrc.Plain(W_T, W, dual) for _ in range(2))
-    explicit, implicit = core.Opened(explicit, core.complement(explicit.T)), core.Implicit(implicit, W_T)
-    assert torch.equal(explicit.Z, implicit.Z) and close(implicit.weight(), W)
+    explicit, compact = (lrc.Plain(W_T, W, dual) for _ in range(2))
+    explicit, compact = core.Opened(explicit, core.complement(explicit.T)), core.Compact(compact, W_T if bases == "implicit" else None)
+    assert torch.equal(explicit.Z, compact.Z) and close(compact.weight(), W)
     with torch.no_grad():
         for name in ("Z", "Zc"):
             value = randn(*getattr(explicit, name).shape)
             getattr(explicit, name).copy_(value)
-            getattr(implicit, name).copy_(value)
+            getattr(compact, name).copy_(value)
         G = randn(*W.shape)
-        for m in (explicit, implicit):
+        for m in (explicit, compact):
             m.pull_back(G)
-    assert close(implicit.weight(), explicit.weight()) and close(implicit.Z.grad, explicit.Z.grad) and close(implicit.Zc.grad, explicit.Zc.grad)
-    assert implicit.Z.grad.is_contiguous() and implicit.Zc.grad.is_contiguous()
-    assert {name: b.shape for name, b in implicit.named_buffers()} == {"sign": (rank,), "M": (H, rank), "N": (rank, H)}
+    assert close(compact.weight(), explicit.weight()) and close(compact.Z.grad, explicit.Z.grad) and close(compact.Zc.grad, explicit.Zc.grad)
+    assert compact.Z.grad.is_contiguous() and compact.Zc.grad.is_contiguous()
+    held = {"B": (rank, out - rank)} if bases == "compact" else {"N": (rank, H)}
+    assert {name: b.shape for name, b in compact.named_buffers()} == {"sign": (rank,), "T1": (rank, rank), **held}
 
 
-def test_implicit_core_trains_as_explicit_core_does(teacher, ids):
+@pytest.mark.parametrize("bases", ["compact", "implicit"])
+def test_core_trains_the_same_with_other_bases(teacher, ids, bases):
     """The same losses at every step, in float64 to 1e-9; the teacher's tensors are shared, not copied."""
     wide = random_net(**teacher.config.raw).double().requires_grad_(False)
-    pair = [clone_of(wide, "core"), clone_of(wide, "core", implicit=True)]
+    pair = [clone_of(wide, "core"), clone_of(wide, "core", bases=bases)]
     held = {p.data_ptr() for p in wide.parameters()}
-    opened = [m for m in pair[1].maps.values() if isinstance(m, core.Implicit)]
-    assert len(opened) == 6 and all(m.teacher_weight[0].data_ptr() in held for m in opened)
+    opened = [m for m in pair[1].maps.values() if isinstance(m, core.Compact)]
+    assert len(opened) == 6 and (bases == "compact" or all(m.teacher_weight[0].data_ptr() in held for m in opened))
     assert pair[0].coordinates().keys() == pair[1].coordinates().keys()
     ends = []
     for clone in pair:

@@ -62,10 +62,10 @@ def size(tensors, item=None):
 
 
 @pytest.mark.parametrize("mode, coordinates", [*((mode, "span") for mode in core.MODES), ("lrc", "teacher"), ("dense", "teacher"), ("slice", "teacher"),
-                                               ("scratch", "span"), ("implicit", "span"), ("implicit", "teacher")])
+                                               ("scratch", "span"), ("implicit", "span"), ("implicit", "teacher"), ("compact", "span")])
 @pytest.mark.parametrize("d_ff", [60, 20])  # 20: the MLP narrower than the stream, a span of all d_ff dimensions
 def test_numbers_and_memory_are_those_of_a_clone(teacher, mode, coordinates, d_ff, ids):
-    mode, bases = ("core", mode) if mode == "implicit" else (mode, "explicit")
+    mode, bases = ("core", mode) if mode in ("implicit", "compact") else (mode, "explicit")
     teacher = random_net(**teacher.config.raw | dict(intermediate_size=d_ff)).requires_grad_(False)
     place = train.Place(torch.device("cpu"), 0, 1, None)
     clone = train.build(train.Args(mode=mode, coordinates=coordinates, width=12, bases=bases), None, teacher, teacher.config, None, place)
@@ -127,7 +127,7 @@ def one_micro_batch(teacher, clone, args, ids):
 
 
 @pytest.mark.parametrize("flags", ["", "--checkpointing", "--recipe gpd", "--recipe clone", "--recipe clone --checkpointing", "--without kl", "--without kl,hidden,q", "--w-align 0 --checkpointing",
-                                   "--mode scratch --without kl", "--mode lrc --coordinates teacher", "--mode dense", "--bases implicit"])
+                                   "--mode scratch --without kl", "--mode lrc --coordinates teacher", "--mode dense", "--bases implicit", "--bases compact"])
 def test_work_is_what_torch_counts(teacher, ids, flags):
     """FlopCounterMode sees every matrix product of a real forward, backward, deploy and pull-back; attention as plain products, so that
     it counts the pairs of backward once, as the convention has it."""

@@ -1,0 +1,488 @@
+"""How fast and how small: ratios of two things, measured side by side in one run on the machine at hand.
+
+    python bench.py                     # all rows but eval: on a CPU about a quarter of an hour, on one thread
+    python bench.py step loss           # some of them, by name (--list)
+    python bench.py eval --model FOLDER --local TASKS
+    python bench.py --markdown FILE     # the table also to FILE
+
+A ratio is the median over repeats, A and B timed in turns, so that what else the machine does meets both; beside it the least and the largest
+repeat. On a CPU the clock is the process's own time on one thread (not `ranks`, which waits), on a GPU the wall's after a synchronisation. Random
+weights of real shapes. On a CPU they are those of the published Llama-3.2-3B -> 1536 with every width and the length divided by 8 and 4
+of its 28 layers; tokens go by the width as there, so that 4 micro-batches are its 49,152 tokens a step on one device. On a GPU the widths are whole.
+What the two sides do is written in peers.py, where it is not this repository's own code.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import core
+import lrc
+import peers
+import plan
+import runs
+import train
+from distill import HeadLoss, Objective
+from flags import parse
+from model import Config, Transformer
+from optimizer import make_optimizer
+from teachers import PRESETS, Refusal, write_whole
+
+# -------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    value: str
+    spread: str = ""
+    asked: str = ""
+
+
+def seconds(work, device: torch.device) -> float:
+    """Of one call: a CPU's process time, an accelerator's wall time."""
+    if device.type == "cpu":
+        begun = time.process_time()
+        work()
+        return time.process_time() - begun
+    torch.accelerator.synchronize()
+    begun = time.perf_counter()
+    work()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - begun
+
+
+def side_by_side(works: list, device: torch.device, repeats: int) -> list[list[float]]:
+    """Seconds of each work, by repeat, after one call of each to warm up. Every second repeat goes backwards: a drift of the machine meets all alike."""
+    for work in works:
+        work()
+    taken = [[] for _ in works]
+    for repeat in range(repeats):
+        order = range(len(works))
+        for i in order if repeat % 2 == 0 else reversed(order):
+            taken[i].append(seconds(works[i], device))
+    return taken
+
+
+def ratio(what: str, a: list[float], b: list[float], asked: str = "") -> Row:
+    """a / b, repeat by repeat."""
+    each = [x / y for x, y in zip(a, b)]
+    return Row(what, f"{statistics.median(each):.3f}", f"{min(each):.3f} to {max(each):.3f}; {statistics.median(a):.3g} s / {statistics.median(b):.3g} s", asked)
+
+
+def peak(work, *inputs) -> int:
+    """Bytes by which `work(*inputs)` raises the resident memory of a process of its own. Inputs are made there, by calling `inputs`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=measure_peak, args=(theirs, work, inputs))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise Refusal(f"{work.__name__}: its process ended without an answer; is there memory enough?") from None
+    finally:
+        process.join()
+
+
+def measure_peak(pipe, work, inputs) -> None:
+    torch.set_num_threads(1)
+    made = [make() for make in inputs]
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark begins anew
+    status = lambda key: next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(key))
+    before = status("VmRSS")
+    work(*made)
+    pipe.send(status("VmHWM") - before)
+
+
+# ------------------------------------------------------------------------------------------- what is run
+
+
+def paper_shape(device: torch.device, layers: int = 4) -> tuple[Config, int, int, int]:
+    """(teacher, r, sequences, length) of a micro-batch of 12,288 tokens of Llama-3.2-3B -> 1536; see above for what a CPU gets. The vocabulary is
+    cut as the layers are, so that the head keeps its share of the work."""
+    s, full = 1 if device.type != "cpu" else 8, PRESETS["llama3.2-3b"]
+    c = Config.from_hf(full["config"])
+    return replace(c, hidden_size=c.hidden_size // s, intermediate_size=c.intermediate_size // s, num_attention_heads=c.num_attention_heads // s,
+                   num_key_value_heads=c.num_key_value_heads // s, num_hidden_layers=layers, vocab_size=c.vocab_size * layers // c.num_hidden_layers // s), full["width"] // s, 6, 2048 // s
+
+
+@dataclass
+class Distillation:
+    """One optimizer step of train.py, ready to be called, on random weights and random tokens."""
+    c: Config
+    r: int
+    batch: int
+    length: int
+    accum: int = 1
+    flags: str = ""
+    compile: bool = False
+
+    def __post_init__(self):
+        self.args = parse(f"--init orthonormal --batch-size {self.batch} --seq-len {self.length} --accum {self.accum} --hidden relative --w-align 0.2 --temperature 40 {self.flags}".split())
+        self.place = train.find_place(self.args)
+        device = self.place.device
+        self.teacher = Transformer(self.c)
+        self.teacher.initialise(0)
+        self.teacher.to(device).requires_grad_(False).eval()
+        self.args.width = self.r
+        self.clone = train.build(self.args, None, self.teacher, self.c, None, self.place)
+        self.student = self.clone.student
+        self.student.checkpointing = self.args.checkpointing
+        if self.place.autocast and self.args.bases == "explicit":
+            self.teacher.to(self.place.autocast)
+        self.optimizer = make_optimizer(self.clone, 1e-4)
+        self.net, self.guide = (torch.compile(m) if self.compile else m for m in (self.student, self.teacher))
+        tokens = torch.randint(0, self.c.vocab_size, (self.accum, self.batch, self.length + 1), generator=torch.Generator().manual_seed(0))
+        self.micro = [(t[:, :-1], t[:, 1:]) for t in tokens]
+        self.objective = train.objective_of(self.args, self.c.vocab_size)
+
+    def step(self):
+        return train.take_step(self.clone, self.optimizer, self.net, self.guide, self.micro, self.objective, 1e-4, 1.0, self.place)
+
+    def plain(self):
+        """The same micro-batches through peers.plain_step."""
+        self.clone.zero_grad()
+        with self.place.precision():
+            for ids, targets in self.micro:
+                peers.plain_step(self.student, self.teacher, ids.to(self.place.device), targets.to(self.place.device))
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def mapped(device) -> list[Row]:
+    """What core's map between coordinates and weights adds to a step: core / dense."""
+    rows = []
+    for accum, name, asked in ((1, "one micro-batch a step", "≤ 1.10"), (4, "4 micro-batches a step", "≤ 1.03")):
+        kinds = ("compact", "explicit", "implicit")
+        dense, *cores = side_by_side([Distillation(*paper_shape(device), accum, f"--mode {flags}").step for flags in ("dense", *(f"core --bases {k}" for k in kinds))],
+                                     device, 9 if accum == 1 else 5)
+        rows += [ratio(f"step, core with {kind} bases / dense, {name}", core_, dense, asked if kind == "compact" else "") for kind, core_ in zip(kinds, cores)]
+        gc.collect()
+    return rows
+
+
+def bases(device) -> list[Row]:
+    """Bytes of frozen bases of all gate, up and down of Qwen2.5-3B in fp32, from one matrix as it is allocated, of a quarter of its sides."""
+    c = Config.from_hf(PRESETS["qwen2.5-3b"]["config"])
+    W_T = torch.randn(c.intermediate_size // 4, c.hidden_size // 4, generator=torch.Generator().manual_seed(0))
+    plain = lrc.Plain(W_T, W_T[:, :8], False)
+    maps = {"explicit": core.Opened(plain, core.complement(plain.T)), "compact": core.Compact(plain), "implicit": core.Compact(plain, W_T)}
+    asked = {"explicit": "21.3 GB published, in bf16, U_perp alone", "implicit": "≤ 6 GB"}
+    size = lambda m: sum(b.numel() * b.element_size() for b in m.buffers()) * 16 * 3 * c.num_hidden_layers
+    return [Row(f"frozen bases of core, Qwen2.5-3B, fp32, {kind}", f"{size(m) / 1e9:.1f} GB", "", asked.get(kind, "")) for kind, m in maps.items()]
+
+
+def step(device) -> list[Row]:
+    """A whole step, all losses, map, clipping and AdamW included, over the least that distilling with logits costs: the teacher's forward pass
+    and plain training of the student without an optimizer."""
+    rows = []
+    for mode in ("core --bases compact", "core", "dense"):
+        ours = Distillation(*paper_shape(device), 4, f"--mode {mode}")
+        a, b = side_by_side([ours.step, ours.plain], device, 5)
+        rows.append(ratio(f"our step, {mode.replace('--bases ', '')} / teacher's forward pass + plain training", a, b, "≤ 1.15; LRC's own code: 1.74"))
+        del ours
+        gc.collect()
+    return rows
+
+
+def official(device) -> list[Row]:
+    """Our step over LRC's own (peers.official_step), its coordinates stepped by the same AdamW and clipping."""
+    ours = Distillation(*paper_shape(device), 4, "--mode core --bases compact")
+    P = peers.projections(ours.teacher, ours.r)
+    adam = torch.optim.AdamW(P.values(), lr=1e-4, fused=True)
+
+    def theirs():
+        adam.zero_grad()
+        with ours.place.precision():
+            for ids, targets in ours.micro:
+                peers.official_step(ours.teacher, P, ids.to(device), targets.to(device))
+        torch.nn.utils.clip_grad_norm_(P.values(), 1.0)
+        adam.step()
+    a, b = side_by_side([ours.step, theirs], device, 5)
+    return [ratio("our step, core / a step as LRC's own code computes it", a, b, "≤ 0.7")]
+
+
+N, V = 2048, 128256  # the loss of one sequence of Llama-3's vocabulary
+
+
+def streams():
+    """x (N, r), weight (V, r), targets, and the teacher's x_t (N, H), weight_t (V, H), for narrow r and H: the logits are what is large."""
+    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+    r, H = 32, 64
+    return draw(N, r).requires_grad_(), (2 * draw(V, r) / r ** 0.5).requires_grad_(), torch.arange(N) * 61 % V, draw(N, H), 2 * draw(V, H) / H ** 0.5
+
+
+def ours_loss(inputs):
+    HeadLoss.apply(*inputs, Objective())[0].backward()
+
+
+def naive_loss(inputs):
+    sum(peers.naive_loss(*inputs)).backward()
+
+
+def loss(device) -> list[Row]:
+    """KL and CE at (1, 2048, 128256): memory, value and gradient of the chunked form against the naive one."""
+    memory = [peak(work, streams) for work in (ours_loss, naive_loss)]
+    values, gradients = [], []
+    for work in (lambda *i: HeadLoss.apply(*i, Objective())[0], lambda *i: sum(peers.naive_loss(*(x.double() if x.is_floating_point() else x for x in i)))):
+        inputs = [x.detach()[:256].to(device) if len(x) == N else x.detach().to(device) for x in streams()]
+        value = work(*(x.requires_grad_() if x.is_floating_point() and i < 2 else x for i, x in enumerate(inputs)))
+        value.backward()
+        values.append(value.item())
+        gradients.append([inputs[0].grad.double(), inputs[1].grad.double()])
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients))
+    return [Row("peak memory of KL + CE at (1, 2048, 128256), chunked / naive", f"{memory[0] / memory[1]:.3f}", f"{memory[0] / 1e9:.2f} GB / {memory[1] / 1e9:.2f} GB", "≤ 0.25"),
+            Row("their value, fp32, from the naive one in fp64 (256 tokens)", f"{abs(values[0] / values[1] - 1):.1e}", "relative", "≤ 1e-6"),
+            Row("their gradient, the same", f"{apart:.1e}", "relative, 2-norm", "≤ 1e-5")]
+
+
+def chunks(device) -> list[Row]:
+    """The time of KL + CE, SmolLM2's vocabulary and widths, 1,024 tokens."""
+    c, r = Config.from_hf(PRESETS["smollm2-135m"]["config"]), 288
+    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = (draw(1024, r).requires_grad_(), (draw(c.vocab_size, r) / r ** 0.5).requires_grad_(), torch.arange(1024, device=device), draw(1024, c.hidden_size), draw(c.vocab_size, c.hidden_size) / 24)
+    works = [lambda: ours_loss(inputs), lambda: naive_loss(inputs), lambda: HeadLoss.apply(*inputs, Objective(chunk=1024))[0].backward()]
+    a, b, whole = side_by_side(works, device, 5)
+    return [ratio("time of KL + CE, chunks of 512 / naive, whole logits", a, b, "≤ 1.05"), ratio("the same / our own form in one chunk", a, whole, "")]
+
+
+def forward(device) -> list[Row]:
+    """SmolLM2-135M (6 of 30 layers and of its vocabulary on a CPU): our forward pass over that of transformers with its sdpa attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    layers = 30 if device.type != "cpu" else 6
+    config = PRESETS["smollm2-135m"]["config"] | dict(num_hidden_layers=layers, vocab_size=49152 * layers // 30)
+    net = Transformer(Config.from_hf(config)).eval().requires_grad_(False)
+    net.initialise(0)
+    theirs = LlamaForCausalLM._from_config(LlamaConfig(**{k: v for k, v in config.items() if k not in ("model_type", "torch_dtype")}), attn_implementation="sdpa").eval()
+    theirs.load_state_dict({name if name.startswith("lm_head") else f"model.{name}": w for name, w in net.state_dict().items()})
+    ids, rows = torch.randint(0, config["vocab_size"], (4, 256), generator=torch.Generator().manual_seed(0)).to(device), []
+    for dtype in (torch.float32, torch.bfloat16):
+        net.to(device, dtype), theirs.to(device, dtype)
+        with torch.no_grad():
+            a, b = side_by_side([lambda: net(ids), lambda: theirs(ids, use_cache=False)], device, 15)
+        rows.append(ratio(f"forward pass / transformers (sdpa), SmolLM2, {str(dtype).removeprefix('torch.')}", a, b, "≤ 1.0"))
+    return rows
+
+
+QWEN_TOKENS = 4096
+
+
+def qwen_layer():
+    """(teacher, calibration ids) of one layer of Qwen2.5-3B with a small vocabulary."""
+    c = replace(Config.from_hf(PRESETS["qwen2.5-3b"]["config"]), num_hidden_layers=1, vocab_size=256)
+    teacher = Transformer(c).requires_grad_(False)
+    teacher.initialise(0)
+    return teacher, torch.randint(0, 256, (QWEN_TOKENS // 512, 512), generator=torch.Generator().manual_seed(0))
+
+
+def calibrated_layer(made):
+    teacher, ids = made
+    student = lrc.blank_student(teacher, PRESETS["qwen2.5-3b"]["width"])
+    frame = lrc.calibrate(teacher, student, ids, ids, say=lambda text: None)
+    core.open_mlp(lrc.Clone(student, lrc.plain_maps(teacher, student, opened=core.MLP), frame), "core", teacher=teacher)
+
+
+def full_svd(made):
+    """Of gate, up and down: singular vectors (d_ff, H) and their complement in one (d_ff, d_ff) matrix each, as `full_matrices` gives them."""
+    for W in made[0].layers[0].mlp.parameters():
+        torch.linalg.svd(W if W.shape[0] > W.shape[1] else W.T, full_matrices=True)
+
+
+def start(device) -> list[Row]:
+    """The calibrated start of one layer of Qwen2.5-3B, all seven matrices, spans and implicit bases included, over the full SVD of its three
+    MLP matrices (11008 x 2048) alone."""
+    made = qwen_layer()
+    a, b = seconds(lambda: calibrated_layer(made), device), seconds(lambda: full_svd(made), device)
+    memory = [peak(work, qwen_layer) for work in (calibrated_layer, full_svd)]
+    return [Row(f"calibrated start of one Qwen2.5-3B layer ({QWEN_TOKENS:,} tokens) / full SVD of its MLP, time", f"{a / b:.3f}", f"{a:.3g} s / {b:.3g} s, once each", "≤ 0.2"),
+            Row("the same, peak memory", f"{memory[0] / memory[1]:.3f}", f"{memory[0] / 1e9:.2f} GB / {memory[1] / 1e9:.2f} GB", "no d_ff x d_ff matrix: 0.48 GB each")]
+
+
+def compiled(device) -> list[Row]:
+    """`--compile`: a step over the eager one, then what 50 steps compiled, with a shorter batch in between as an evaluation brings it."""
+    from torch._dynamo.utils import counters
+    shape = paper_shape(device)
+    torch._dynamo.reset()
+    counters.clear()
+    eager, fused = (Distillation(*shape, 1, "--mode dense", compile=on) for on in (False, True))
+    begun = time.perf_counter()
+    fused.step()
+    first = time.perf_counter() - begun
+    a, b = side_by_side([fused.step, eager.step], device, 7)
+    for _ in range(50 - 8):
+        fused.step()
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return [ratio("step, `--compile` / eager", a, b, "≤ 0.9 on CUDA"),
+            Row("graph breaks, and compiled graphs (student and teacher), in 50 steps", f"{breaks}, {graphs}", f"the first step took {first:.0f} s", "0, and ≤ 2")]
+
+
+def ranks(device) -> list[Row]:
+    """train.py on the embedded teacher, 2 ranks and 1, one thread each: tokens/s of a rank, wall time."""
+    def throughput(count: int) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+            command = [sys.executable, *launch, "train.py", *f"--init orthonormal --steps 24 --eval-tokens 128 --save-every 100 --out {folder}/run".split()]
+            done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            if done.returncode:
+                raise Refusal(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1]}")
+            return statistics.median(row["tokens_per_second"] / count for row in runs.read_metrics(Path(folder) / "run") if row.get("step", 0) > 4 and "loss" in row)
+    pairs = [(throughput(2), throughput(1)) for _ in range(5)]
+    each = [two / one for two, one in pairs]
+    return [Row("tokens/s of a rank, 2 ranks / 1 rank, one thread each", f"{statistics.median(each):.3f}",
+                f"{min(each):.3f} to {max(each):.3f}; {statistics.median(p[0] for p in pairs):,.0f} / {statistics.median(p[1] for p in pairs):,.0f}", "≥ 0.9")]
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """b of values ~ a sizes^b, least squares in logarithms."""
+    x, y = (torch.tensor(v, dtype=torch.float64).log() for v in (sizes, values))
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).pow(2).sum())
+
+
+def growth(device) -> list[Row]:
+    """How a step's time grows along each size, the others fixed, beside how its FLOPs do (plan.py, whose count tests hold against torch's own)."""
+    c, r, batch, length = paper_shape(device, layers=2)
+    axes = {"layers": [2, 4, 8], "width H and r": [1, 2, 4], "d_ff": [1, 2, 4], "vocabulary": [1, 4, 16], "length": [1, 2, 4]}
+    rows = []
+    for name, factors in axes.items():
+        times, flops, repeats = [], [], []
+        for f in factors:
+            shaped = {"layers": dict(num_hidden_layers=f), "d_ff": dict(intermediate_size=c.intermediate_size * f), "vocabulary": dict(vocab_size=c.vocab_size * f),
+                      "width H and r": dict(hidden_size=c.hidden_size * f)}.get(name, {})
+            made = Distillation(replace(c, **shaped), r * f if name.startswith("width") else r, 2, length * (f if name == "length" else 1), 1, "--mode core --bases compact")
+            repeats.append(side_by_side([made.step], device, 3)[0])
+            times.append(statistics.median(repeats[-1]))
+            flops.append(2 * made.length * sum(plan.work(made.c, made.r, made.args).values()) + plan.map_work(made.c, made.r, "core", bases="compact"))
+            gc.collect()
+        time_, work_ = exponent(factors, times), exponent(factors, flops)
+        rows.append(Row(f"growth of a step's time with {name}, x{factors[0]} to x{factors[-1]}", f"{time_:.2f}", f"{times[0]:.3g} s to {times[-1]:.3g} s", f"≤ {work_:.2f}, that of its FLOPs"))
+    return rows
+
+
+def speed(device) -> list[Row]:
+    """Tokens/s of whole runs' steps, and the share of the matrix rate this machine reaches on one large product in the same precision."""
+    rows = []
+    shapes = {"SmolLM2-135M -> 288": ("smollm2-135m", 4, 256, "--mode core")} if device.type == "cpu" else {
+        "SmolLM2-135M -> 288": ("smollm2-135m", 16, 2048, "--mode core --tf32"), "Llama-3.2-3B -> 1536": ("llama3.2-3b", 1, 2048, "--mode core --bases implicit --checkpointing --tf32")}
+    side = 1024 if device.type == "cpu" else 8192
+    for name, (preset, batch, length, flags) in shapes.items():
+        made = Distillation(Config.from_hf(PRESETS[preset]["config"]), PRESETS[preset]["width"], batch, length, 1, flags, compile=device.type != "cpu")
+        torch.set_float32_matmul_precision("high" if made.args.tf32 else "highest")
+        x = torch.randn(side, side, device=device, dtype=made.place.autocast or torch.float32)
+        taken, product = side_by_side([made.step, lambda: x @ x], device, 3 if device.type == "cpu" else 10)
+        tokens, rate = batch * length, 2 * side ** 3 / statistics.median(product)
+        flops = tokens * sum(plan.work(made.c, made.r, made.args).values()) + plan.map_work(made.c, made.r, "core", bases=made.args.bases)
+        spent = statistics.median(taken)
+        held = "" if device.type == "cpu" else f", peak {torch.get_device_module(device).max_memory_allocated() / 1e9:.1f} GB"
+        rows.append(Row(f"{name}, core, {batch} x {length} tokens a step", f"{tokens / spent:,.0f} tokens/s", f"{flops / spent / 1e9:,.0f} GFLOP/s, {flops / spent / rate:.0%} of {rate / 1e9:,.0f} in one product{held}"))
+        del made
+        gc.collect()
+    return rows
+
+
+def precision(device) -> list[Row]:
+    """200 steps of train.py on the embedded teacher in fp32 and under autocast to bf16, the same batches."""
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in ("float32", "bfloat16"):
+            command = [sys.executable, "train.py", *f"--init orthonormal --steps 200 --eval-every 200 --save-every 200 --dtype {dtype} --out {folder}/{dtype}".split()]
+            subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            curves[dtype] = runs.read_metrics(Path(folder) / dtype)
+    loss = {dtype: {row["step"]: row["loss"] for row in rows if "loss" in row} for dtype, rows in curves.items()}
+    ends = {dtype: rows[-1]["val_ce"] for dtype, rows in curves.items()}
+    apart = max(abs(loss["bfloat16"][s] / loss["float32"][s] - 1) for s in loss["float32"])
+    listed = "; ".join(f"{s}: {loss['float32'][s]:.3f}, {loss['bfloat16'][s]:.3f}" for s in (1, 50, 100, 150, 200))
+    return [Row("training loss, bf16 from fp32, largest difference in 200 steps", f"{apart:.1%}", f"step: fp32, bf16 {listed}"),
+            Row("held-out CE after them, bf16 - fp32", f"{ends['bfloat16'] - ends['float32']:+.4f}", f"{ends['float32']:.4f}, {ends['bfloat16']:.4f}")]
+
+
+def evaluation(device, model: str, local: str, limit: int = 40) -> list[Row]:
+    """eval.py over lm-eval's hf backend on the same tasks, all answers equal."""
+    import eval as evals
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    names = ["arc_easy", "piqa", "winogrande", "sciq", "boolq", "commonsense_qa"]
+    loaded, _, missing, manager = evals.find_tasks(names, Path(local))
+    if missing:
+        raise Refusal(f"--local {local}: {', '.join(missing)} cannot be loaded; `python tests/tasks.py CACHE` makes such a folder")
+    backends = [evals.harness(evals.Model(model, device=str(device), dtype="float32")), HFLM(pretrained=model, device=str(device), dtype="float32", batch_size=8)]
+    taken, scores = [[], []], [[], []]
+    for name in names:
+        for i, lm in enumerate(backends):
+            def run():
+                results = simple_evaluate(model=lm, tasks=loaded[name], num_fewshot=0, limit=limit, verbosity="ERROR", task_manager=manager)["results"]
+                scores[i].append([figures["acc,none"] for figures in results.values()])
+            taken[i].append(seconds(run, device))
+    if scores[0] != scores[1]:
+        raise Refusal(f"the two backends disagree: {scores}")
+    each = [a / b for a, b in zip(*taken)]
+    return [Row(f"eval.py / lm-eval's hf backend, {len(names)} tasks, {limit} documents each, the same accuracies", f"{sum(taken[0]) / sum(taken[1]):.3f}",
+                f"by task {min(each):.3f} to {max(each):.3f}; {sum(taken[0]):.3g} s / {sum(taken[1]):.3g} s", "≤ 0.8")]
+
+
+ROWS = dict(map=mapped, bases=bases, step=step, official=official, loss=loss, chunks=chunks, forward=forward, start=start, compile=compiled, ranks=ranks, growth=growth,
+            speed=speed, precision=precision, eval=evaluation)
+
+
+def table(rows: list[Row]) -> str:
+    return "\n".join(["| | measured | repeats, and seconds | asked |", "|---|---|---|---|", *(f"| {r.what} | {r.value} | {r.spread} | {r.asked} |" for r in rows)])
+
+
+def machine(device: torch.device) -> str:
+    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")), platform.processor())
+    return f"{name}, one {'device' if device.type != 'cpu' else 'thread'}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} (default: all but eval)")
+    parser.add_argument("--list", action="store_true", help="say what each row measures, and stop")
+    parser.add_argument("--model", help="eval: the folder of a model")
+    parser.add_argument("--local", help="eval: a folder of tasks, as eval.py takes it")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file too")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
+    if args.list:
+        return print("\n".join(f"{name:<10}{' '.join(row.__doc__.split())}" for name, row in ROWS.items()))
+    for name in args.rows:
+        if name not in ROWS:
+            raise Refusal(f"no row {name!r}; there are {', '.join(ROWS)}")
+    if "eval" in args.rows and not (args.model and args.local):
+        raise Refusal("eval needs --model FOLDER and --local TASKS; `python tests/smollm2.py CACHE` and `python tests/tasks.py CACHE` make both")
+    torch.set_num_threads(1)
+    device = train.find_place(parse([])).device
+    rows = []
+    for name in args.rows or [name for name in ROWS if name != "eval"]:
+        begun = time.perf_counter()
+        rows += (new := ROWS[name](device, args.model, args.local) if name == "eval" else ROWS[name](device))
+        print(f"{name}, {time.perf_counter() - begun:.0f} s: " + "; ".join(f"{row.what} {row.value} ({row.spread})" for row in new), file=sys.stderr, flush=True)
+    text = f"{table(rows)}\n\n({machine(device)}; `python bench.py {' '.join(args.rows)}`)\n"
+    print(text)
+    if args.markdown:
+        write_whole(args.markdown, text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Refusal, OSError) as error:
+        sys.exit(f"error: {error}")
