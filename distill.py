@@ -128,33 +128,36 @@ class HeadLoss(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ alignment
 
 
-def square(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+# Each distance f(s, t) comes with its gradient at s, times `keep` (..., 1): 1 at a valid token, 0 at one that no loss may see. (..., n) -> (...), (..., n)
+
+
+def square(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """|s - t|^2 / n: a mean over features, so that a width doubled by repetition changes nothing."""
     d, n = s - t, s.shape[-1]
-    return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(2 / n)
+    return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(keep * (2 / n))
 
 
-def relative(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+def relative(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """|s - t|^2 / |t|^2."""
-    d, whole = s - t, torch.linalg.vector_norm(t, dim=-1).square().clamp(min=1e-12 * t.shape[-1])
-    return torch.linalg.vector_norm(d, dim=-1).square() / whole, d.mul_(2 / whole[..., None])
+    d, whole = s - t, torch.linalg.vector_norm(t, dim=-1, keepdim=True).square().clamp(min=1e-12 * t.shape[-1])
+    return torch.linalg.vector_norm(d, dim=-1).square() / whole[..., 0], d.mul_(keep * (2 / whole))
 
 
-def cosine(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+def cosine(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """1 - c, c = s.t / (|s| |t|).   dc/ds = (t/|t| - c s/|s|) / |s|"""
-    S, T = (torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-8) for x in (s, t))
-    c = torch.linalg.vecdot(s, t) / (S * T)
-    return 1 - c, (s * (c / S ** 2)[..., None]).addcmul_(t, (-1 / (S * T))[..., None])
+    S, T = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-8) for x in (s, t))
+    c = torch.linalg.vecdot(s, t)[..., None] / (S * T)
+    return 1 - c[..., 0], (s * (keep * c / S ** 2)).addcmul_(t, -keep / (S * T))
 
 
 class Distance(torch.autograd.Function):
-    """The sum of a distance f(s, t) over the valid tokens. f gives value and gradient at s by its formula, (..., n) -> (...) and (..., n): a third of
-    the passes over memory that autograd takes through the same formula."""
+    """The sum of a distance over the valid tokens. Its gradient in closed form takes a third of the passes over memory that autograd makes of the formula."""
 
     @staticmethod
     def forward(ctx, s, t, valid, f):
-        value, ds = f(widen(s), widen(t) if isinstance(t, Tensor) else t)
-        ctx.save_for_backward(ds.mul_(valid[..., None].to(ds.dtype)).to(s.dtype))
+        wide = widen(s)
+        value, ds = f(wide, widen(t) if isinstance(t, Tensor) else t, valid[..., None].to(wide.dtype))
+        ctx.save_for_backward(ds.to(s.dtype))
         return torch.where(valid, value, 0).sum()
 
     @staticmethod

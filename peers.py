@@ -4,10 +4,11 @@
     official_step    plain LRC as its published code computes it
     naive_loss       KL and CE from two whole tensors of logits, by autograd
 
-The published code of Low-Rank Clone (arXiv 2505.12781) keeps both models in one module whose layers advance the two streams together; q, k
-and v go through two products, x -> x P^T -> x P^T W_T^T, the other matrices are rebuilt from W_T and P in each forward pass and pulled
-back by autograd in each backward; the seven terms of the clone loss and the other two are read from the device one by one. Written anew
-here from that description, on this project's own norms, RoPE and attention, so that what differs is the order of the computation alone.
+The published code of Low-Rank Clone (arXiv 2505.12781) keeps both models in one module whose layers advance the two streams together. q, k, v and o
+go through two products a token, x -> x P^T -> x P^T W_T^T, o at the teacher's width, where it is also compared; gate, up, down, the embedding and the
+head are rebuilt from W_T and P in each forward pass, and autograd goes back through that in each backward; every term of every layer is read from
+the device by itself. Written anew here from that description, on this project's own norms, RoPE and attention, so that what differs is the
+order of the computation alone.
 """
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def official_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targe
     cos_sin = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=ids.device))
     norm = lambda h, gain: F.rms_norm(h, h.shape[-1:], gain, c.rms_norm_eps)
     apart = lambda a, b: F.mse_loss(a, b, reduction="sum") / a.shape[-1]
-    terms = dict.fromkeys(("q", "k", "v", "gate", "up", "attn_out", "ffn_out"), 0.0)
-    h_T, h_S = teacher.embed_tokens(ids), teacher.embed_tokens(ids) @ P["embed_tokens.weight"]  # (B, T, H), (B, T, r)
+    aligned, sums = 0.0, dict.fromkeys(("q", "k", "v", "gate", "up", "attn_out", "ffn_out"), 0.0)
+    h_T, h_S = teacher.embed_tokens(ids), F.embedding(ids, W["embed_tokens.weight"] @ P["embed_tokens.weight"])  # (B, T, H), (B, T, r)
     for i, block in enumerate(teacher.layers):
         at = f"layers.{i}."
         with torch.no_grad():
@@ -64,19 +65,20 @@ def official_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targe
         x = norm(h_S, P[f"{at}input_layernorm.weight"])
         two = lambda name: F.linear(x @ P[f"{at}self_attn.{name}.weight"].T, W[f"{at}self_attn.{name}.weight"], W.get(f"{at}self_attn.{name}.bias"))
         ours = {name: two(f"{name}_proj") for name in ("q", "k", "v")}
-        P_o, P_down = P[f"{at}self_attn.o_proj.weight"], P[f"{at}mlp.down_proj.weight"]
-        ours["attn_out"] = F.linear(block.self_attn.attend(ours["q"], ours["k"], ours["v"], *cos_sin), P_o.T @ W[f"{at}self_attn.o_proj.weight"])
-        h_S = h_S + ours["attn_out"]
+        ours["attn_out"] = block.self_attn.o_proj(block.self_attn.attend(ours["q"], ours["k"], ours["v"], *cos_sin))  # (B, T, H)
+        h_S = h_S + ours["attn_out"] @ P[f"{at}self_attn.o_proj.weight"]
         x = norm(h_S, P[f"{at}post_attention_layernorm.weight"])
         for name in ("gate", "up"):
             ours[name] = F.linear(x, W[f"{at}mlp.{name}_proj.weight"] @ P[f"{at}mlp.{name}_proj.weight"])
+        P_down = P[f"{at}mlp.down_proj.weight"]
         ours["ffn_out"] = F.linear(F.silu(ours["gate"]) * ours["up"], P_down.T @ W[f"{at}mlp.down_proj.weight"])
         h_S = h_S + ours["ffn_out"]
-        theirs = dict(q=q, k=k, v=v, gate=gate, up=up, attn_out=attn_out @ P_o, ffn_out=ffn_out @ P_down)
-        for name in terms:
-            terms[name] = terms[name] + apart(ours[name], theirs[name])
+        theirs = dict(q=q, k=k, v=v, gate=gate, up=up, attn_out=attn_out, ffn_out=ffn_out @ P_down)
+        for name in sums:
+            term = apart(ours[name], theirs[name])
+            aligned, sums[name] = aligned + term, sums[name] + term.item()
     tied = "embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
     kl, ce = naive_loss(norm(h_S, P["norm.weight"]).flatten(0, 1), W[tied] @ P[tied], targets.flatten(),
                         teacher.norm(h_T).flatten(0, 1), W[tied], temperature)
-    (kl + ce + w_align * sum(terms.values())).div(targets.numel()).backward()
-    return {name: value.item() for name, value in {"kl": kl, "ce": ce, **terms}.items()}
+    (kl + ce + w_align * aligned).div(targets.numel()).backward()
+    return {"kl": kl.item(), "ce": ce.item(), **sums}
