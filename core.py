@@ -86,7 +86,7 @@ class Compact(Plain):
         """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value; without it B is held."""
         nn.Module.__init__(self)
         k, self.dual, self.Z = plain.T.shape[1], plain.dual, plain.Z
-        sign = torch.linalg.qr(plain.T).R.diagonal().sign()
+        sign = torch.geqrf(plain.T)[0].diagonal().sign()  # of R
         T = (plain.T * sign).double()  # (out, k)
         solve = lambda right: torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, right).to(plain.T.dtype)
         self.register_buffer("sign", sign, persistent=False)                                 # (k,)
