@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import multiprocessing
 import os
 import platform
@@ -326,7 +327,7 @@ def start(device) -> list[Row]:
 
 
 def compiled(device) -> list[Row]:
-    """`--compile`: a step over the eager one, then what 50 steps compiled, with a shorter batch in between as an evaluation brings it."""
+    """`--compile`: a step over the eager one, and how often 50 steps compiled."""
     from torch._dynamo.utils import counters
     shape = paper_shape(device)
     torch._dynamo.reset()
@@ -344,44 +345,51 @@ def compiled(device) -> list[Row]:
 
 
 def ranks(device) -> list[Row]:
-    """train.py on the embedded teacher, 2 ranks and 1, one thread each: tokens/s of a rank, wall time."""
+    """train.py on the embedded teacher, one thread a rank: tokens/s of a rank of two, over those of two runs of one rank at the same time, so that both sides
+    keep two cores busy and the ranks' waiting for each other is what differs. Wall time."""
+    def launched(folder: str, count: int) -> subprocess.Popen:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+        flags = f"--init orthonormal --steps 24 --eval-tokens 128 --save-every 100 --out {folder}".split()
+        return subprocess.Popen([sys.executable, *launch, "train.py", *flags], cwd=Path(__file__).parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+
     def throughput(count: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
-            command = [sys.executable, *launch, "train.py", *f"--init orthonormal --steps 24 --eval-tokens 128 --save-every 100 --out {folder}/run".split()]
-            done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            if done.returncode:
-                raise Refusal(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1]}")
-            return statistics.median(row["tokens_per_second"] / count for row in runs.read_metrics(Path(folder) / "run") if row.get("step", 0) > 4 and "loss" in row)
+            outs = [f"{folder}/{i}" for i in range(2 // count)]
+            for running in [launched(out, count) for out in outs]:
+                if running.wait():
+                    raise Refusal(f"train.py on {count} ranks failed; run it by hand to see why")
+            return statistics.median(row["tokens_per_second"] / count for out in outs for row in runs.read_metrics(Path(out)) if row["step"] > 4 and "loss" in row)
     pairs = [(throughput(2), throughput(1)) for _ in range(5)]
     each = [two / one for two, one in pairs]
-    return [Row("tokens/s of a rank, 2 ranks / 1 rank, one thread each", f"{statistics.median(each):.3f}",
+    return [Row("tokens/s of a rank, 2 ranks / 2 runs of 1 rank, one thread each", f"{statistics.median(each):.3f}",
                 f"{min(each):.3f} to {max(each):.3f}; {statistics.median(p[0] for p in pairs):,.0f} / {statistics.median(p[1] for p in pairs):,.0f}", "≥ 0.9")]
 
 
-def exponent(sizes: list[float], values: list[float]) -> float:
-    """b of values ~ a sizes^b, least squares in logarithms."""
-    x, y = (torch.tensor(v, dtype=torch.float64).log() for v in (sizes, values))
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).pow(2).sum())
+def exponent(factor: float, values: list[float]) -> float:
+    """Of values at n, factor n, factor^2 n, each a constant and a power of the size: b = log((v3 - v2) / (v2 - v1)) / log(factor)."""
+    first, second, third = values
+    return math.log((third - second) / (second - first)) / math.log(factor)
 
 
 def growth(device) -> list[Row]:
-    """How a step's time grows along each size, the others fixed, beside how its FLOPs do (plan.py, whose count tests hold against torch's own)."""
-    c, r, batch, length = paper_shape(device, layers=2)
-    axes = {"layers": [2, 4, 8], "width H and r": [1, 2, 4], "d_ff": [1, 2, 4], "vocabulary": [1, 4, 16], "length": [1, 2, 4]}
+    """How a step's time grows along each size, the others fixed, beside how its FLOPs do (plan.py, whose count tests hold against torch's own). The
+    exponent is that of what the size adds: what does not depend on it is subtracted."""
+    c, r, _, length = paper_shape(device, layers=2)
     rows = []
-    for name, factors in axes.items():
-        times, flops, repeats = [], [], []
-        for f in factors:
-            shaped = {"layers": dict(num_hidden_layers=f), "d_ff": dict(intermediate_size=c.intermediate_size * f), "vocabulary": dict(vocab_size=c.vocab_size * f),
-                      "width H and r": dict(hidden_size=c.hidden_size * f)}.get(name, {})
-            made = Distillation(replace(c, **shaped), r * f if name.startswith("width") else r, 2, length * (f if name == "length" else 1), 1, "--mode core --bases compact")
-            repeats.append(side_by_side([made.step], device, 3)[0])
-            times.append(statistics.median(repeats[-1]))
-            flops.append(2 * made.length * sum(plan.work(made.c, made.r, made.args).values()) + plan.map_work(made.c, made.r, "core", bases="compact"))
-            gc.collect()
-        time_, work_ = exponent(factors, times), exponent(factors, flops)
-        rows.append(Row(f"growth of a step's time with {name}, x{factors[0]} to x{factors[-1]}", f"{time_:.2f}", f"{times[0]:.3g} s to {times[-1]:.3g} s", f"≤ {work_:.2f}, that of its FLOPs"))
+    for name, factor in {"layers": 2, "width H and r": 2, "d_ff": 2, "vocabulary": 4, "length": 2}.items():
+        made, flops = [], []
+        for f in (1, factor, factor ** 2):
+            shaped = {"layers": dict(num_hidden_layers=c.num_hidden_layers * f), "width H and r": dict(hidden_size=c.hidden_size * f), "d_ff": dict(intermediate_size=c.intermediate_size * f),
+                      "vocabulary": dict(vocab_size=c.vocab_size * f), "length": {}}[name]
+            made.append(Distillation(replace(c, **shaped), r * f if name.startswith("width") else r, 2, length * f if name == "length" else length, 1, "--mode core --bases compact"))
+            tokens = 2 * made[-1].length
+            flops.append(tokens * sum(plan.work(made[-1].c, made[-1].r, made[-1].args).values()) + plan.map_work(made[-1].c, made[-1].r, "core", bases="compact"))
+        times = [statistics.median(each) for each in side_by_side([m.step for m in made], device, 7)]
+        del made
+        gc.collect()
+        rows.append(Row(f"exponent of a step's time in {name}, to {factor ** 2} times", f"{exponent(factor, times):.2f}", ", ".join(f"{t:.3g} s" for t in times),
+                        f"{exponent(factor, flops):.2f}, that of its FLOPs"))
     return rows
 
 
