@@ -143,7 +143,7 @@ class Distillation:
         self.clone = train.build(self.args, None, self.teacher, self.c, None, self.place)
         self.student = self.clone.student
         self.student.checkpointing = self.args.checkpointing
-        if self.place.autocast and self.args.bases == "explicit":
+        if self.place.autocast and self.args.bases != "implicit":
             self.teacher.to(self.place.autocast)
         self.optimizer = make_optimizer(self.clone, 1e-4)
         self.net, self.guide = (torch.compile(m) if self.compile else m for m in (self.student, self.teacher))

@@ -1,0 +1,160 @@
+"""bench.py measures what it says: its arithmetic by closed forms, what it compares with against our own losses in float64."""
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bench
+import distill
+import lrc
+import peers
+from conftest import random_net
+from flags import parse
+from model import Config
+from teachers import PRESETS, Refusal
+
+F64 = torch.float64
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A teacher in float64, LRC's coordinates P for it, our student made of the same P, a micro-batch."""
+    teacher = random_net(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=12, vocab_size=50).double().requires_grad_(False)
+    P = {name: p.detach().double().mul(10 if p.dim() == 2 else 1).requires_grad_() for name, p in peers.projections(teacher, 8).items()}
+    student = lrc.blank_student(teacher, 8).double()
+    theirs = dict(teacher.named_parameters())
+    with torch.no_grad():
+        for name, w in student.named_parameters():
+            if w.dim() == 2:
+                w.copy_(P[name].T @ theirs[name] if name.endswith(lrc.DUAL) else theirs[name] @ P[name])
+    clone = lrc.Clone(student, lrc.plain_maps(teacher, student, "teacher"), torch.zeros(24, 8, dtype=F64))
+    for name, m in clone.maps.items():  # plain_maps takes the shortest P that gives the weight; LRC's is this one
+        m.Z.data.copy_(P[name].T)
+    tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
+    return teacher, P, clone, tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("w_align", [0.0, 0.2])
+def test_lrcs_own_step_computes_our_terms_and_our_gradients(pair, w_align):
+    teacher, P, clone, ids, targets = pair
+    for p in P.values():
+        p.grad = None
+    found = peers.official_step(teacher, P, ids, targets, w_align)
+    align = ("q", "k", "v", "gate", "up", "ffn_out")
+    objective = distill.Objective(align=align, attention="mse", w_align=0.2)
+    writers = [(b.self_attn.o_proj.weight, b.mlp.down_proj.weight) for b in clone.student.layers]
+    clone.zero_grad()
+    ours = distill.losses(clone.student, teacher, ids, targets, objective if w_align else replace(objective, w_align=0), clone.frame, clone.student.lm_head.weight, writers)
+    for name in ("kl", "ce", *(align if w_align else ())):
+        assert found[name] == pytest.approx(ours[name].item(), rel=1e-9), name
+    if not w_align:  # LRC compares attn_out at the teacher's width: another term, another gradient
+        (ours["loss"] / targets.numel()).backward()
+        clone.pull_back()
+        for name, m in clone.maps.items():
+            assert torch.allclose(P[name].grad.T, m.Z.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_lrcs_own_attention_term_is_taken_at_the_teachers_width(pair):
+    teacher, P, clone, ids, targets = pair
+    with torch.no_grad():
+        (_, s), (_, t) = clone.student(ids, taps=True), teacher(ids, taps=True)
+        by_hand = sum(((a["o"] - b["o"]) @ block.self_attn.o_proj.weight.T).pow(2).mean(-1).sum() for a, b, block in zip(s, t, teacher.layers))
+    assert peers.official_step(teacher, P, ids, targets)["attn_out"] == pytest.approx(float(by_hand), rel=1e-9)
+
+
+def test_the_naive_loss_is_ours_masked_targets_included():
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)
+    inputs = draw(12, 6), draw(30, 6), torch.tensor([-100, *range(11)]), draw(12, 9), draw(30, 9)
+    kl, ce = peers.naive_loss(*inputs)
+    _, ours_kl, ours_ce = distill.HeadLoss.apply(*inputs, distill.Objective(chunk=5))
+    assert float(kl) == pytest.approx(float(ours_kl), rel=1e-9) and float(ce) == pytest.approx(float(ours_ce), rel=1e-9)
+
+
+def test_the_plain_step_is_the_mean_cross_entropy(pair):
+    teacher, _, clone, ids, targets = pair
+    clone.zero_grad()
+    peers.plain_step(clone.student, teacher, ids, targets)
+    found = clone.student.norm.weight.grad.clone()
+    clone.zero_grad()
+    z = clone.student(ids)
+    (-z.log_softmax(-1).gather(2, targets[..., None]).mean()).backward()
+    assert torch.allclose(found, clone.student.norm.weight.grad, rtol=1e-5)  # F.cross_entropy in fp32
+
+
+def test_exponents_and_ratios_by_closed_form():
+    assert bench.exponent(2, [5 + 3 * n ** 1.5 for n in (1, 2, 4)]) == pytest.approx(1.5)
+    assert bench.exponent(4, [7 + n for n in (2, 8, 32)]) == pytest.approx(1)
+    row = bench.ratio("x", [2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
+    assert row.value == "2.000" and row.spread == "1.000 to 3.000; 4 s / 3 s"
+
+
+def test_works_are_warmed_up_and_timed_in_turns():
+    called = []
+    taken = bench.side_by_side([lambda i=i: called.append(i) for i in range(3)], torch.device("cpu"), 3)
+    assert called == [0, 1, 2] + [0, 1, 2] + [2, 1, 0] + [0, 1, 2] and [len(t) for t in taken] == [3, 3, 3]
+
+
+def test_the_shape_keeps_the_published_proportions():
+    """Tokens to d_ff decides what the map costs, rows of the vocabulary to layers what the loss costs: both as in Llama-3.2-3B -> 1536."""
+    full, (c, r, batch, length) = Config.from_hf(PRESETS["llama3.2-3b"]["config"]), bench.paper_shape(torch.device("cpu"))
+    assert (c.intermediate_size / c.hidden_size, c.hidden_size / r, c.num_attention_heads / c.num_key_value_heads) == (8192 / 3072, 2, 3)
+    assert batch * length / c.intermediate_size == 12288 / 8192 and 4 * batch * length * 8 == 49152
+    assert c.vocab_size / c.num_hidden_layers * 8 == pytest.approx(full.vocab_size / full.num_hidden_layers, rel=1e-3)
+
+
+def test_a_step_of_the_bench_is_the_step_of_train():
+    """The losses of two steps: finite, falling, every term there; with accumulation the tokens are all different."""
+    made = bench.Distillation(replace(bench.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 2, 16, 2, "--mode core --bases compact")
+    terms = [made.step() for _ in range(3)]
+    assert set(terms[0]) == {"kl", "ce", "align", "loss", "grad_norm", "q", "k", "v", "o", "gate", "up", "hidden"}
+    assert terms[-1]["loss"] < terms[0]["loss"] and len({tuple(ids.flatten().tolist()) for ids, _ in made.micro}) == 2
+
+
+def test_bytes_of_bases_are_those_of_the_whole_model(capsys, tmp_path):
+    """Measured on a quarter of the sides; the closed form counts the whole: out^2, out H and 2 H^2 numbers of 4 bytes, and signs."""
+    bench.main(["bases", "--markdown", str(tmp_path / "table.md")])
+    out, H, many = 11008, 2048, 3 * 36
+    expected = [f"{4 * many * n / 1e9:.1f} GB" for n in (out ** 2, out * H, 2 * H * H)]
+    assert [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()[2:5]] == expected
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert text.count("\n| frozen bases of core") == 3 and "`python bench.py bases`" in text and torch.__version__ in text
+
+
+def test_bad_rows_are_refused_by_name(capsys):
+    for argv, says in ((["fast"], "no row 'fast'"), (["eval"], "--model FOLDER"), (["eval", "--model", "tiny"], "--local TASKS")):
+        with pytest.raises(Refusal, match=says):
+            bench.main(argv)
+    bench.main(["--list"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.ROWS)
+
+
+def hold(made):
+    return torch.ones(made * 1024 * 1024 // 4)  # freed at once: only the peak sees it
+
+
+def forty():
+    return 40
+
+
+def end(made):
+    sys.exit(3)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_process_of_its_own_is_measured():
+    assert 40e6 < bench.alone(hold, forty)[1] < 50e6
+    with pytest.raises(Refusal, match="ended without an answer"):
+        bench.alone(end, forty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["compile", "forward"])
+def test_what_must_hold_on_any_machine(row):
+    """No graph break, one graph for each network; our logits at the speed of transformers', give or take what a shared machine does."""
+    rows = bench.ROWS[row](torch.device("cpu"))
+    if row == "compile":
+        assert rows[1].value == "0, 2"
+    else:
+        assert all(float(r.value) < 1.15 for r in rows)
