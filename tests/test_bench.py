@@ -10,7 +10,6 @@ import distill
 import lrc
 import peers
 from conftest import random_net
-from flags import parse
 from model import Config
 from teachers import PRESETS, Refusal
 
