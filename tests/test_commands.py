@@ -95,7 +95,7 @@ def scaled(line):
     if script == "train.py" and not {"--plan", "--resume"} & set(words):
         words = set_flags(words, SMALL | ({"--width": "12"} if "--width" in words else {}) | ({"--teacher": "FOLDER"} if named.get("--teacher") == "llama3.2-3b" else {}))
     if script == "data.py":
-        words = set_flags(words, {"--tokenizer": "FOLDER"} if named["--tokenizer"] == "llama3.2-3b" else {})
+        words = set_flags(words, {"--tokenizer": "FOLDER"} if named.get("--tokenizer") == "llama3.2-3b" else {})
     if script == "audit.py" and words[0] in ("remove", "rank"):
         words = set_flags(words, {"--seq-len": "16", "--tokens": "64"})
     if script == "audit.py" and words[0] == "neurons":
@@ -262,11 +262,11 @@ def test_a_command_runs_in_a_process_of_its_own(words, home):
 
 
 def test_the_list_of_commands_is_whole():
-    """That none is lost to the pattern: every fenced line that begins like a command is among them, run or with its reason."""
-    fenced = [line.strip() for block in re.findall(r"```\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
-    begins = [line for line in fenced if re.match(r"(\.venv/bin/\S+|python3?|torchrun|pip|vllm|llama-server) ", line)]
-    assert len(begins) >= 36 and len(RUN) >= 30
-    for line in begins:
+    """A fenced block with a command in its first line holds nothing else: each of its lines is among them, run or with its reason."""
+    blocks = [block.strip().splitlines() for block in re.findall(r"```\n(.*?)```", README, flags=re.S)]
+    lines = [line for block in blocks if re.match(r"(\.venv/bin/\S+|python3?|torchrun|pip|vllm|llama-server) ", block[0]) for line in block]
+    assert len(lines) >= 36 and len(RUN) >= 30
+    for line in lines:
         last = re.sub(r"\s+#.*", "", line).split("&&")[-1].strip().replace(".venv/bin/", "")
         assert last in commands(), line
     assert [start for start in NOT_RUN if not any(line.startswith(start) for line in commands())] == []  # no reason for what is not there
@@ -465,12 +465,18 @@ def test_neurons_masks_as_many_as_asked_in_as_many_draws(at_home, capsys):
 
 
 def test_eval_runs_in_the_batches_and_the_precision_it_is_told(at_home, tmp_path, monkeypatch):
-    sizes, real = [], Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda self, ids, *more, **named: sizes.append(ids.numel()) or real(self, ids, *more, **named))
+    sizes, halves, real = [], set(), Transformer.forward
+
+    def watched(self, ids, *more, **named):
+        sizes.append(ids.numel())
+        halves.add(torch.is_autocast_enabled("cpu"))
+        return real(self, ids, *more, **named)
+    monkeypatch.setattr(Transformer, "forward", watched)
     reports = {}
     for name, flags in (("small", ["--batch-tokens", "40"]), ("large", ["--batch-tokens", "4000"]), ("half", ["--dtype", "bfloat16"])):
-        sizes.clear()
+        sizes.clear(), halves.clear()
         evals.main(["FOLDER", "--tasks", "piqa,sciq", "--local", "TASKS", "--offline", "--out", str(tmp_path / name), *flags])
+        assert halves == {name == "half"}
         (file,) = (tmp_path / name).glob("*.json")
         reports[name] = json.loads(file.read_text(encoding="utf-8"))
         assert ("bfloat16" in file.name) == (name == "half") == (reports[name]["dtype"] == "bfloat16")
@@ -478,6 +484,9 @@ def test_eval_runs_in_the_batches_and_the_precision_it_is_told(at_home, tmp_path
         assert name != "large" or len(sizes) == 2  # a task, a batch
     assert (reports["small"]["batch_tokens"], reports["large"]["batch_tokens"]) == (40, 4000)
     assert reports["small"]["tasks"]["piqa"]["all"] == reports["large"]["tasks"]["piqa"]["all"]
+    halves.clear()
+    evals.main(["FOLDER", "--text", "my.jsonl", "--seq-len", "16", "--tokens", "64", "--dtype", "bfloat16", "--out", str(tmp_path / "text")])
+    assert halves == {True}
 
 
 def test_reproduce_writes_where_it_is_told_with_as_many_processes(tmp_path, monkeypatch):

@@ -367,6 +367,20 @@ def test_A9_an_untied_student_of_a_tied_teacher_says_so(tmp_path, ids):
         assert (theirs(ids).logits - 2 * tied(ids)).abs().max() < 1e-5 * tied(ids).abs().max()
 
 
+@pytest.mark.parametrize("flags", ["--mode lrc", "--mode core", "--mode random --coordinates teacher"])
+def test_A9_B23_what_transformers_loads_is_the_coordinates_product_in_fp32(teacher_folder, tmp_path, bare, monkeypatch, ids, flags):
+    """The student as it stood in memory when the run ended, its weights made once more from the coordinates in float64."""
+    held, real = [], train.build
+    monkeypatch.setattr(train, "build", lambda *args: held.append(real(*args)) or held[0])
+    folder = run(teacher_folder, tmp_path / "run", *flags.split()) / "student"
+    net, theirs = deepcopy(held[0].student).double(), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, m in deepcopy(held[0].maps).items():
+            net.get_parameter(name).copy_(m.double().weight())
+        ours = net(ids)
+        assert (theirs(ids).logits - ours).abs().max() < 1e-5 * ours.abs().max()
+
+
 def test_B7_fp16_is_not_offered_and_a_gpu_without_bf16_computes_in_fp32(monkeypatch, capsys, ids):
     with pytest.raises(SystemExit) as stopped:
         train.parse(["--dtype", "float16"])
