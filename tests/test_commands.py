@@ -43,6 +43,7 @@ from conftest import random_net
 from data import Tokens
 from eval import AVG9, OUTSIDE
 from model import Transformer
+from teachers import Refusal
 from test_reproduce import Inline
 from tokenizer import Tokenizer
 
@@ -505,6 +506,89 @@ def test_reproduce_writes_where_it_is_told_with_as_many_processes(tmp_path, monk
     rows = [json.loads(line) for line in Path("there/runs.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = {word for row in rows for name, word in zip(row["flags"], row["flags"][1:]) if name == "--steps"}
     assert steps == {"8"}  # those of --quick
+
+
+# ------------------------------------------------------------------ what a user is told, and no other test asks for
+
+
+def refused(match, call, *args, **kwargs):
+    with pytest.raises(Refusal) as caught:
+        call(*args, **kwargs)
+    assert match in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+def test_a_teacher_of_huge_weights_and_a_held_out_text_without_targets_are_refused(home, tmp_path, bare):
+    net, blank = random_net(vocab_size=2048), torch.full((1, 4), distill.IGNORE)
+    refused("hold no target for the loss", distill.evaluate, net, None, [(torch.zeros(1, 4, dtype=torch.long), blank)])
+    with torch.no_grad():
+        net.layers[1].mlp.down_proj.weight.mul_(1e38)
+    net.save_pretrained(make_model(tmp_path / "huge"))
+    refused("not finite", run, home, tmp_path / "run", "--teacher", str(tmp_path / "huge"))
+
+
+def test_flags_that_cannot_go_together_say_so(home, tmp_path, bare):
+    refused("--stage sft needs --init", train.parse, ["--stage", "sft"])
+    refused("give --teacher-dtype float32, or --bases explicit", run, home, tmp_path / "run", "--bases", "implicit", "--dtype", "bfloat16")
+    refused("--processes 0 is out of range", reproduce.main, ["basis", "--processes", "0"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_teacher_under_the_same_name_is_not_resumed_with(home, tmp_path, bare):
+    """Same folder, same shape, other weights: the spans that the checkpoint's coordinates belong to are gone."""
+    teacher = shutil.copytree(home / "FOLDER", tmp_path / "teacher")
+    out = run(home, tmp_path / "run", "--teacher", str(teacher))
+    random_net(5, vocab_size=2048).save_pretrained(teacher)
+    refused("comes out differently", train.main, ["--resume", "--out", str(out)])
+
+
+def test_a_torn_line_inside_the_metrics_is_named_and_one_at_the_end_forgiven(base, tmp_path):
+    out = shutil.copytree(base, tmp_path / "run")
+    rows, text = runs.read_metrics(out), (out / "metrics.jsonl").read_text(encoding="utf-8")
+    (out / "metrics.jsonl").write_text(text + '{"step": 3, "lo', encoding="utf-8")
+    assert runs.read_metrics(out) == rows
+    (out / "metrics.jsonl").write_text('{"step"\n' + text, encoding="utf-8")
+    refused("metrics.jsonl, line 1", runs.read_metrics, out)
+
+
+def test_a_run_outside_of_git_and_without_git_still_begins(monkeypatch):
+    def none(*args, **kwargs):
+        raise FileNotFoundError("git")
+    monkeypatch.setattr(runs.subprocess, "run", none)
+    assert runs.surroundings()["git_commit"] is None and runs.surroundings()["torch"] == torch.__version__
+
+
+def test_a_hub_that_breaks_off_names_the_file_and_what_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(Hub):
+        def open(self, path, mode):
+            raise ConnectionError("reset by peer")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Broken())
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", Broken())
+    with pytest.raises(OSError, match="fineweb-edu@commit/data/a.parquet: reading stopped .ConnectionError.*goes on from there"):
+        data.main(["prepare", "hub:HuggingFaceFW/fineweb-edu:data", "--out", "out"])
+
+
+def test_eval_refuses_two_tokenizers_and_a_task_without_its_metric(at_home, tmp_path, capsys):
+    other = shutil.copytree(at_home / "FOLDER", tmp_path / "other")
+    spec = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["added_tokens"].append(dict(spec["added_tokens"][0], id=2048, content="<more>"))
+    (other / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    refused("different tokenizers", evals.main, ["FOLDER", "--text", "my.jsonl", "--teacher", str(other)])
+    tasks = shutil.copytree("TASKS", tmp_path / "tasks")
+    file = tasks / "local_piqa.yaml"
+    file.write_text(file.read_text(encoding="utf-8").replace("  - {metric: acc, aggregation: mean, higher_is_better: true}\n", ""), encoding="utf-8")
+    refused("without piqa", evals.main, ["FOLDER", "--tasks", "piqa", "--local", str(tasks), "--offline", "--out", str(tmp_path / "out")])
+    assert "piqa: no acc among" in capsys.readouterr().out
+
+
+def test_runs_that_stop_by_themselves_are_counted_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = dict(start_ce=5.0, val_kl=1.0, val_top1=0.5, teacher_ce=2.0, tokens=1024, seconds=1.0, energy={"gate": [0.1], "up": [0.1], "down": [0.1]})
+    monkeypatch.setattr(reproduce, "workers", lambda processes: contextlib.nullcontext(Inline()))
+    monkeypatch.setattr(reproduce, "work", lambda run, flags, folder: run._asdict() | dict(flags=flags) | (dict(error="Refusal: loss not finite") if (run.arm, run.seed) == ("random", 2) else good | dict(val_ce=3.0)))
+    refused("1 runs stopped by themselves and are missing in the tables, first random, seed 2: Refusal: loss not finite", reproduce.main, ["basis", "--quick"])
+    assert "| random | 32 |" in Path("runs/quick/tables.md").read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------- flags: that none is without a test

@@ -245,30 +245,30 @@ def test_B38_accumulation_changes_neither_what_is_logged_nor_the_gradient(accum)
 # --------------------------------------------------------------------------------------------------- the tokens
 
 
-def shards(folder, tokenizer, ids, dtype, vocab):
-    from safetensors.torch import save_file
-    folder.mkdir()
-    for side in ("train", "val"):
-        save_file({"tokens": torch.tensor(ids).to(dtype)}, folder / f"{side}-00000.safetensors", {"format": data.FORMAT, "vocab_size": str(vocab), "tokenizer": tokenizer.fingerprint})
-    (folder / "tokens.json").write_text(json.dumps({"source": "x", "fingerprint": "x"}), encoding="utf-8")
-    return folder
-
-
 BIG = [128000, 128001, 128009, 151643, 151645]
 
 
 def test_A4_the_trainer_refuses_16_bits_for_a_large_vocabulary_and_never_reads_one_width_as_another(teacher_folder, tmp_path):
-    tokenizer = Tokenizer(teacher_folder)
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from test_data import Numbers
     assert (torch.tensor(BIG) % (1 << 16)).tolist() == [62464, 62465, 62473, 20571, 20573]  # what a silent wrap would leave
-    whole = shards(tmp_path / "whole", tokenizer, BIG * 8, torch.uint32, 151936)
-    stream = data.Tokens(whole, "train", 39)
-    assert stream.total == 40 and stream.window(0).tolist() == BIG * 8
-    short = shards(tmp_path / "short", tokenizer, [5] * 100, torch.uint16, 128256)
-    half = shutil.copytree(whole, tmp_path / "half")
-    for file in half.glob("*.safetensors"):  # 40 ids of 32 bits, said to be of 16
+    (tmp_path / "big.jsonl").write_text("".join(json.dumps({"id": i, "text": " ".join(map(str, BIG * 8))}) + "\n" for i in range(30)), encoding="utf-8")
+    wide = data.prepare(str(tmp_path / "big.jsonl"), Numbers(151936), tmp_path / "wide", quiet=True)
+    assert data.Tokens(wide, "train", 39).window(0).tolist() == BIG * 8
+    half = shutil.copytree(wide, tmp_path / "half")
+    for file in half.glob("*.safetensors"):  # ids of 32 bits, said to be of 16
         file.write_bytes(file.read_bytes().replace(b'"U32"', b'"U16"'))
+    with pytest.raises(Refusal, match="train-00000.safetensors"):
+        data.Tokens(half, "train", 39)
+
+    short = data.prepare(str(teacher_folder / "text.jsonl"), Tokenizer(teacher_folder), tmp_path / "short", quiet=True)
+    for file in short.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            meta = opened.metadata()
+        save_file(load_file(file), file, meta | {"vocab_size": "128256"})
     (tmp_path / "nano.bin").write_bytes(torch.tensor([5] * 4000).to(torch.uint16).numpy().tobytes())
-    for source, word in ((short, "16-bit ids cannot hold a vocabulary of 128256"), (half, "cannot be read as a token shard"), (tmp_path / "nano.bin", "nano.bin")):
+    for source, word in ((short, "16-bit ids cannot hold a vocabulary of 128256"), (tmp_path / "nano.bin", "nano.bin")):
         with pytest.raises(Refusal, match=word) as refused:
             run(teacher_folder, tmp_path / "run", "--data", str(source))
         assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()
@@ -529,14 +529,16 @@ def test_A11_a_checkpoint_has_the_same_names_however_the_network_ran_and_loads_i
     plain_names = set(train.training_state(clone, optimizer)), set(clone.weights)
     step(clone, optimizer, args, teacher, ids, WRAPPED[wrapped](clone.student))
     clone.deploy()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("", encoding="utf-8")
     runs.save_checkpoint(tmp_path, {"step": 1, "tokens": 1}, train.training_state(clone, optimizer), clone.weights)
-    files = [load_file(file) for file in sorted((tmp_path / "checkpoint" / "step-0000001").glob("st*.safetensors"))]
+    files = [load_file(file) for file in sorted((tmp_path / "checkpoint" / "step-0000001").glob("st*.safetensors"))]  # state, student
     assert (set(files[0]), set(files[1])) == plain_names and not any("_orig_mod" in name or "module." in name for file in files for name in file)
     for into in ("plain", "compiled"):
         other, state, args = built(teacher, "--seed", "9")
         net = WRAPPED[into](other.student)
-        args.out = str(tmp_path)
-        assert train.resume(args, other, state) == 1  # strict: a name too many or too few is refused
+        runs.restore("checkpoint", train.training_state(other, state), files[0])  # strict: a name too many or too few is refused
+        other.deploy()
         assert all(torch.equal(p, other.coordinates()[name]) for name, p in clone.coordinates().items())
         assert torch.equal(net(ids), clone.student(ids))
 
