@@ -32,6 +32,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 import audit
+import core
 import data
 import distill
 import eval as evals
@@ -381,6 +382,32 @@ def test_held_out_tokens_and_document_masks_by_hand(home, tmp_path, bare):
     assert figures == pytest.approx({name: value / 128 for name, value in nats.items()}, rel=1e-5) and figures["plain"] != figures["masked"]
 
 
+def test_implicit_bases_are_used_and_train_as_explicit_ones(home, tmp_path, bare, monkeypatch):
+    made, real = [], core.Implicit.__init__
+    monkeypatch.setattr(core.Implicit, "__init__", lambda self, *args: made.append(1) or real(self, *args))
+    rows = [steps_of(run(home, tmp_path / bases, "--bases", bases, "--steps", "4")) for bases in ("explicit", "implicit")]
+    assert len(made) == 6 and [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-4)
+
+
+def test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it(home, tmp_path, bare, monkeypatch):
+    mixture = ["--data", f"{home}/tokens/mine=3,{home}/tokens/more=1", "--save-every", "2", "--steps", "4"]
+    whole = run(home, tmp_path / "whole", *mixture)
+    assert len(json.loads((whole / "config.json").read_text(encoding="utf-8"))["data"]["parts"]) == 2
+    real = data.Mixture.batch
+
+    def broken(self, position, count):
+        if position >= 3 * 2:  # in the fourth step
+            raise RuntimeError("power cut")
+        return real(self, position, count)
+    monkeypatch.setattr(data.Mixture, "batch", broken)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(home, tmp_path / "half", *mixture)
+    monkeypatch.setattr(data.Mixture, "batch", real)
+    train.main(["--resume", "--out", str(tmp_path / "half")])
+    losses = [[row["loss"] for row in steps_of(tmp_path / name)] for name in ("whole", "half")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
 def test_tf32_lets_matrix_products_use_it(home, tmp_path, bare):
     before = torch.get_float32_matmul_precision()
     try:
@@ -603,9 +630,9 @@ EXERCISED = {  # command, flag -> the test that runs it so and sees the effect
     "train.py --without": "test_train.py::test_B20_without_takes_exactly_its_term_out_of_the_log_and_the_total",
     "train.py --init": "test_train.py::test_every_arm_recipe_and_start_runs_to_a_student_of_the_plain_shape",
     "train.py --coordinates": "test_train.py::test_every_arm_recipe_and_start_runs_to_a_student_of_the_plain_shape",
-    "train.py --bases": "test_train.py::test_resume_is_exact",
+    "train.py --bases": "test_commands.py::test_implicit_bases_are_used_and_train_as_explicit_ones",
     "train.py --width": "test_commands.py::test_the_size_of_a_step_and_of_the_student",
-    "train.py --data": "test_train.py::test_resume_is_exact",
+    "train.py --data": "test_commands.py::test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it",
     "train.py --doc-mask": "test_commands.py::test_held_out_tokens_and_document_masks_by_hand",
     "train.py --steps": "test_commands.py::test_the_size_of_a_step_and_of_the_student",
     "train.py --batch-size": "test_commands.py::test_the_size_of_a_step_and_of_the_student",
@@ -625,7 +652,7 @@ EXERCISED = {  # command, flag -> the test that runs it so and sees the effect
     "train.py --calibration-tokens": "test_commands.py::test_calibration_tokens_seed_and_dtype",
     "train.py --seed": "test_commands.py::test_calibration_tokens_seed_and_dtype",
     "train.py --out": "test_train.py::test_a_run_leaves_what_the_readme_promises",
-    "train.py --resume": "test_train.py::test_resume_is_exact",
+    "train.py --resume": "test_commands.py::test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it",
     "train.py --compile": "test_pitfalls.py::test_B33_twenty_steps_over_several_epochs_compile_the_student_and_the_teacher_once",
     "train.py --dtype": "test_commands.py::test_calibration_tokens_seed_and_dtype",
     "train.py --checkpointing": "test_train.py::test_checkpointing_changes_no_bit",
