@@ -49,7 +49,7 @@ BIG = [128000, 128001, 128009, 151643, 151645]
 
 
 @pytest.mark.parametrize("vocab, dtype, ids", [(151936, "U32", BIG), (65537, "U32", [65536, 0, 1]), (65536, "U16", [65535, 0, 1])])
-def test_ids_survive_the_disk_in_a_width_the_header_states(tmp_path, vocab, dtype, ids):
+def test_A4_ids_survive_the_disk_in_a_width_the_header_states(tmp_path, vocab, dtype, ids):
     out = prepare(jsonl(tmp_path / "a.jsonl", [{"text": " ".join(map(str, ids))}]), Numbers(vocab), tmp_path / "out", quiet=True)
     (shard,) = out.glob("*.safetensors")
     raw = shard.read_bytes()
@@ -73,7 +73,7 @@ META = {"format": FORMAT, "vocab_size": "1000", "tokenizer": "numbers"}
     ("train-00000", np.float32, "tokens", META, None),
     (None, np.uint16, "tokens", META, None),  # nothing wrong
 ])
-def test_a_shard_that_cannot_be_right_is_refused(tmp_path, name, dtype, key, meta, keep):
+def test_A4_a_shard_that_cannot_be_right_is_refused(tmp_path, name, dtype, key, meta, keep):
     shard = tmp_path / "train-00000.safetensors"
     save_file({key: np.arange(100).astype(dtype)}, shard, meta)
     shard.write_bytes(shard.read_bytes()[:keep])
@@ -122,7 +122,7 @@ def test_each_epoch_visits_each_window_once_in_an_order_of_its_own(tokens_folder
     assert tokens.batch(38, 4)[0][:, 0].tolist() == [4 * w for w in order[38:42]]  # across the end of an epoch
 
 
-def test_two_ranks_read_what_one_rank_with_two_micro_batches_reads(tokens_folder):
+def test_B34_two_ranks_read_what_one_rank_with_two_micro_batches_reads(tokens_folder):
     tokens = Tokens(tokens_folder, "train", 4)
 
     def reads(step, world, rank, accum, batch=2):

@@ -422,7 +422,7 @@ SEPARATOR = 7
 DOCUMENTS = [[[3, 4, 5, 7], [8, 9, 7], [7], [10, 11, 12, 13]], [[20, 7], [21, 22, 23, 24, 25, 26, 7], [7], [27, 28]]]  # two rows of 12; 7 closes a document
 
 
-def test_with_document_masks_each_document_is_run_as_if_alone(pair):
+def test_B42_with_document_masks_each_document_is_run_as_if_alone(pair):
     ids = torch.tensor([sum(row, []) for row in DOCUMENTS])
     mask = distill.document_mask(ids, SEPARATOR)
     assert mask[0, 0].int().tolist()[4] == [0] * 4 + [1] + [0] * 7 and mask.shape == (2, 1, 12, 12) and distill.document_mask(ids, None) is None
@@ -438,7 +438,7 @@ def test_with_document_masks_each_document_is_run_as_if_alone(pair):
     assert not close(whole, pair.student(ids), 1e-2)
 
 
-def test_with_a_separator_every_term_is_the_sum_over_the_documents_alone(pair):
+def test_B42_with_a_separator_every_term_is_the_sum_over_the_documents_alone(pair):
     """Loss terms, gradients and held-out figures of packed rows against those of each document as a batch of its own."""
     ids = torch.tensor([sum(row, []) for row in DOCUMENTS])
     targets = ids.roll(-1, 1)

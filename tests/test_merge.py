@@ -150,7 +150,7 @@ def test_bfloat16_is_one_final_cast_b23(made, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-def test_export_again_is_a_no_op(run):
+def test_A9_export_again_is_a_no_op(run):
     before = snapshot(run)
     assert merge.export(run) == run / "student" and snapshot(run) == before
     shutil.rmtree(run / "student")
@@ -162,7 +162,7 @@ def test_export_again_is_a_no_op(run):
     (lambda t: t.update({"layers.9.mlp.up_proj.weight": torch.ones(2)}), ("layers.9.mlp.up_proj.weight",)),
     (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.ones(60, 11)}), ("layers.1.mlp.up_proj.weight", "(60, 11)", "(60, 12)")),
     (lambda t: t["layers.0.self_attn.k_proj.weight"].__setitem__((3, 2), float("nan")), ("layers.0.self_attn.k_proj.weight", "NaN"))])
-def test_a_bad_tensor_is_named_and_the_old_student_stands(run, change, named):
+def test_B9_a_bad_tensor_is_named_and_the_old_student_stands(run, change, named):
     edit(run, change)
     before = snapshot(run)
     refused(lambda: merge.export(run), *named)

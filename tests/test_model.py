@@ -123,7 +123,7 @@ def test_taps_are_what_hooks_on_transformers_see(originals, name):
 
 
 @pytest.mark.parametrize("name", ["untied", "qwen2"])
-def test_generate_is_greedy_and_stops(originals, name):
+def test_B3_generate_is_greedy_and_stops(originals, name):
     net, prompt = Transformer.from_pretrained(originals / name), IDS[:, :5]
     expected = reference(*MODELS[name]).generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     assert expected.shape == (1, 17) and torch.equal(net.generate(prompt, 12), expected)
@@ -325,7 +325,7 @@ def test_B30_head_dim_missing_null_or_zero_means_derive(given, expected):
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), ["llama3", "low_freq_factor", "original_max_position_embeddings"]),
     *[({key: None}, [key, "missing"]) for key in SHAPE if key not in ("head_dim", "num_key_value_heads", "tie_word_embeddings")],
     (dict(num_key_value_heads=3), ["4 heads", "3 key/value"]), (dict(head_dim=15), ["head_dim", "15"])], ids=str)
-def test_unsupported_config_is_refused_by_name(changes, parts):
+def test_B12_unsupported_config_is_refused_by_name(changes, parts):
     Config.from_hf(V4)  # fine as it is: the refusal is about the change
     assert_refused(lambda: Config.from_hf(dict(V4, **changes), "some/config.json"), "some/config.json", *parts)
 
@@ -388,7 +388,7 @@ def truncate(file):
         ("no-config", "untied", first("config.json", lambda f: f.unlink()), ["config.json", "no such file"]),
         ("broken-config", "untied", first("config.json", lambda f: f.write_text("{")), ["config.json", "not valid JSON"]),
         ("config-is-a-list", "untied", first("config.json", lambda f: f.write_text("[]")), ["config.json"])]])
-def test_damaged_folder_is_refused_in_one_line(copied, name, damage, parts):
+def test_B9_B24_damaged_folder_is_refused_in_one_line(copied, name, damage, parts):
     folder = copied(name)
     damage(folder)
     assert_refused(lambda: Transformer.from_pretrained(folder), str(folder), *parts)

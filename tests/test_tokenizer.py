@@ -161,13 +161,13 @@ def test_decode_leaves_out_what_is_no_token_and_replaces_what_is_no_text(folders
 # ------------------------------------------------------------------------------------------ special and added tokens
 
 @pytest.mark.parametrize("style, bos", [("tiny", []), ("gpt2", []), ("llama3", [1]), ("qwen2", []), ("smollm2", [])])
-def test_a_document_ends_with_the_separator_and_begins_with_bos_only_where_the_tokenizer_puts_one(folders, style, bos):
+def test_B42_a_document_ends_with_the_separator_and_begins_with_bos_only_where_the_tokenizer_puts_one(folders, style, bos):
     theirs = library(folders[style])
     for text in ("first", "and <|endoftext|> the <|begin|> second", "third <|im_end|>", ""):
         assert Tokenizer(folders[style]).document(text) == [*bos, *theirs(text), 0]
 
 
-def test_special_text_stays_ordinary_text(folders):
+def test_B41_special_text_stays_ordinary_text(folders):
     for folder in folders.values():
         ours, text = Tokenizer(folder), "a <|endoftext|> b <|begin|><|im_end|>"
         ids = ours.document(text)
