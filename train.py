@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -327,6 +328,8 @@ def finish(run: Path, place: Place, size: dict[str, int], tokenizer: Tokenizer, 
     """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
     with runs.writing(run / "student"):
         merge.export(run)
+    for left in run.glob("student.*.tmp"):  # by an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
     runs.draw_curves(run)
     place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
     for who, model in models.items():
