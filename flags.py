@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core import MODES
-from distill import RECIPES
+from distill import RECIPES, Objective
 from teachers import PAPER, PAPER_DATA, PAPER_STEP, PAPER_TOKENS, PRESETS, Refusal, read_json
 
 
@@ -180,6 +180,11 @@ def check_effect(args: Args) -> None:
         inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "core":
         inert |= {"bases": f"mode {args.mode} has no U_perp"}
+    if args.stage == "distill":
+        readers = {"temperature": {"kl"}, "attention": {"q", "k", "v", "o"}, "hidden": {"hidden"}}
+        inert = {name: f"the objective has no {', '.join(sorted(names))}" for name, names in readers.items() if not names & set(terms(args))} | inert
+    if args.stage != "pretrain" and (network(args) == "tiny" or Path(network(args)).is_dir()):
+        inert |= {"revision": f"{network(args)} is no repository of the hub"}
     inert |= of_the_moment(args)
     for f in fields(Args):
         if f.name in inert and getattr(args, f.name) != f.default:
@@ -195,6 +200,15 @@ def terms(args: Args) -> tuple[str, ...]:
         raise Refusal(f"--without {name}: not a term of recipe {args.recipe}{', mode scratch' * (args.mode == 'scratch')}, which has {', '.join(recipe)}")
     weight = lambda name: {"kl": args.w_kl, "ce": args.w_ce}.get(name, args.w_align)
     return tuple(t for t in recipe if t not in without and weight(t))
+
+
+def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
+    separator = separator if args.doc_mask else None
+    if args.stage != "distill":
+        return Objective(w_kl=0, w_align=0, separator=separator)
+    named = terms(args)
+    return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
 
 
 def teacher_dtypes(args: Args, file: str, student: str) -> tuple[str, str]:

@@ -35,7 +35,7 @@ import watch
 from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from flags import Args, network, parse, teacher_dtypes, terms
+from flags import Args, network, objective_of, parse, teacher_dtypes
 from optimizer import gathered, learning_rate, make_optimizer, resume, training_state
 from prepare import Choice
 from teachers import Refusal, read_json, resolve
@@ -97,15 +97,6 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
         frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
     maps = lrc.plain_maps(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
     return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, teacher if args.bases == "implicit" else None)
-
-
-def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
-    separator = separator if args.doc_mask else None
-    if args.stage != "distill":
-        return Objective(w_kl=0, w_align=0, separator=separator)
-    named = terms(args)
-    return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
 
 
 def share_start(clone: lrc.Clone, teacher: Transformer | None) -> None:
@@ -343,6 +334,10 @@ if __name__ == "__main__":
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest checkpoint ({str(error).splitlines()[0]})")
     except KeyboardInterrupt as interrupted:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "

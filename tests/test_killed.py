@@ -193,6 +193,13 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(little, tmp_path): 
     assert len(said(screens[0])) == 1 and screens[1] == ""
 
 
+def test_a_rank_that_is_gone_is_one_line_of_the_others(little, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    codes, screens = ranks.run(command(little, out, *SIX), tmp_path / "log", 2, lambda rank: at(4, data.Tokens, "batch", send(signal.SIGKILL)) if rank else None)
+    assert codes == [1, -signal.SIGKILL] and checkpoints(out) == ["step-0000002"]
+    assert len(said(screens[0])) == 1 and screens[0].splitlines()[-1].startswith("error: rank 0 lost the other ranks")
+
+
 def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):  # noqa: F811
     """A shell's background job, or a worker of reproduce.py: Ctrl-C is for somebody else."""
     def deaf(rank):
