@@ -16,6 +16,7 @@ it, before it bears its name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -111,7 +112,7 @@ def same(run: Path, identity: dict) -> None:
 # ---------------------------------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor], keep: int = 1) -> Path:
+def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor], keep: int = 1) -> None:
     """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py."""
     folder = run / "checkpoint" / f"step-{state['step']:07d}"
     making = folder.with_name(f"{folder.name}.tmp")
@@ -127,12 +128,23 @@ def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(making, folder)
         settle(folder.parent)
-    found = sorted((run / "checkpoint").glob("step-*"))
-    kept = [p for p in found if p.suffix != ".tmp" and p <= folder][-keep:]  # one that claims a later step was passed over at a resume
+    keep_newest(folder, keep)
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Remove all but `folder`, the newest checkpoint, and the `keep` - 1 before it. One that claims a later step was passed over at a resume."""
+    found = sorted(folder.parent.glob("step-*"))
+    kept = [p for p in found if p.suffix != ".tmp" and p <= folder][-keep:]
     for old in found:
         if old not in kept:
             shutil.rmtree(old)
-    return folder
+
+
+def tidy(run: Path, keep: int) -> None:
+    """Remove what a kill left half done: older checkpoints half removed, a student half written."""
+    keep_newest(find_checkpoint(run)[0], keep)
+    for left in run.glob("student.*.tmp"):
+        shutil.rmtree(left)
 
 
 def settle(path: Path) -> None:
@@ -141,6 +153,9 @@ def settle(path: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems know no such thing for a folder
+                raise
         finally:
             os.close(handle)
 
@@ -157,8 +172,8 @@ def find_checkpoint(run: Path, say=lambda text: print(text, file=sys.stderr)) ->
             return folder, read_state(folder)
         except Refusal as refusal:
             say(f"passed over, not a complete checkpoint: {refusal}")
-    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. A run that was stopped before its first one is begun anew, "
-                  "without --resume")
+    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out"
+                  + f" and delete {run}/checkpoint" * (newest_checkpoint(run) is not None))
 
 
 def read_state(folder: Path) -> dict:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -271,7 +270,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
             print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(run)}, and train.py --resume --out {run} goes on", file=sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
-        finish(run, place, size, tokenizer, {"teacher": teacher, "student": student}, next(held_batches())[0][:1])
+        finish(run, args.keep, place, size, tokenizer, {"teacher": teacher, "student": student}, next(held_batches())[0][:1])
     return 0
 
 
@@ -315,12 +314,12 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
     return step, stop
 
 
-def finish(run: Path, place: Place, size: dict[str, int], tokenizer: Tokenizer, models: dict[str, Transformer | None], prompt: torch.Tensor) -> None:
+def finish(run: Path, keep: int, place: Place, size: dict[str, int], tokenizer: Tokenizer, models: dict[str, Transformer | None],
+           prompt: torch.Tensor) -> None:
     """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
     with runs.writing(run / "student"):
         merge.export(run)
-    for left in run.glob("student.*.tmp"):  # by an export that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    runs.tidy(run, keep)
     runs.draw_curves(run)
     place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
     for who, model in models.items():

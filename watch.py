@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import statistics
 import threading
@@ -148,6 +149,8 @@ def stop_requests():
         if number == signal.SIGINT and number in asked:
             raise KeyboardInterrupt
         asked.append(number)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")  # print must not meet itself within a signal
     usual = {}
     if threading.current_thread() is threading.main_thread():
         usual = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN}

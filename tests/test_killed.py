@@ -69,13 +69,14 @@ def consistent(out, clone, optimizer):
 
 
 @pytest.mark.slow
-def test_killed_fifty_times_a_run_ends_as_if_it_never_was(little, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("world, times, steps, flags", [(1, 60, 24, []), (2, 16, 10, ["--shard-optimizer"])])
+def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, world, times, steps, flags):  # noqa: F811
     """SIGKILL up to 12 ms after a randomly chosen event: a step's row, a checkpoint's start, its files, its renaming, the merge, the student's folder."""
-    steps, rng = 24, random.Random(1)
-    more = ["--steps", str(steps), "--save-every", "1", "--eval-every", "10", "--keep", "2", "--mode", "core"]
+    rng = random.Random(1)
+    more = ["--steps", str(steps), "--save-every", "1", "--eval-every", "10", "--keep", "2", "--mode", "core", *flags]
     straight, out = tmp_path / "straight", tmp_path / "killed"
-    codes, screens = ranks.run(command(little, straight, *more), tmp_path / "log")
-    assert codes == [0], screens
+    codes, screens = ranks.run(command(little, straight, *more), tmp_path / "log", world)
+    assert codes == [0] * world, screens
     teacher = Transformer.from_pretrained(little).requires_grad_(False)
     clone = built(teacher, mode="core", init="orthonormal")
     optimizer = make_optimizer(clone, 1e-3)
@@ -87,20 +88,20 @@ def test_killed_fifty_times_a_run_ends_as_if_it_never_was(little, tmp_path):  # 
         wanted = rng.choice("es" if ahead else "mcfr").encode()
         begin = ["--resume", "--out", out] if (out / "checkpoint").exists() and runs.newest_checkpoint(out) else command(little, out, *more)
         hear, tell = os.pipe()
-        pid = ranks.begin(begin, tmp_path / "log.killed", lambda: telling(tell))
+        pids = ranks.start(begin, tmp_path / "log", world, lambda rank: telling(tell) if rank == 0 else None)
         os.close(tell)
-        finishes = kills >= 50 and min(inside.values()) >= 3
+        finishes = kills >= times and min(inside["e"], inside["s"]) >= 3
         heard = b""
         while finishes or heard != wanted:
             if not (heard := os.read(hear, 1)):
                 break
         time.sleep(rng.random() * 0.012)
-        if not finishes:
+        for pid in pids if not finishes else []:
             os.kill(pid, signal.SIGKILL)
-        code = ranks.end(pid)
+        codes = [ranks.end(pid) for pid in pids]
         os.close(hear)
-        assert code in (0, -signal.SIGKILL), (tmp_path / "log.killed").read_text()
-        if code == -signal.SIGKILL:
+        assert codes[0] in (0, -signal.SIGKILL), (tmp_path / "log.0").read_text()
+        if codes[0] == -signal.SIGKILL:
             kills += 1
             inside[wanted.decode()] += 1
         if (out / "checkpoint").exists() and runs.newest_checkpoint(out):
@@ -175,7 +176,7 @@ def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stop
     assert codes == [128 + number] and not (out / "student").exists()
     assert len(said(screen)) == 1 and said(screen)[0].startswith("interrupted")
     if last is None:
-        with pytest.raises(Refusal, match="begun anew, without --resume|config.json"):
+        with pytest.raises(Refusal, match="To begin anew leave --resume out$|config.json"):
             train.main(["--resume", "--out", str(out)])
         train.main(command(little, out, *SIX))
     else:
@@ -328,10 +329,23 @@ def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare,
     same_end(all_kept, out)
 
 
+def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, straight, tmp_path, bare):  # noqa: F811
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    cut(out / "checkpoint" / "step-0000006" / "state.safetensors")
+    with pytest.raises(Refusal, match=f"leave --resume out and delete {out}/checkpoint$"):
+        train.main(["--resume", "--out", str(out)])
+    with pytest.raises(Refusal, match="already holds a run"):
+        train.main(command(little, out, *SIX))
+    shutil.rmtree(out / "checkpoint")
+    train.main(command(little, out, *SIX))
+    same_end(straight, out)
+
+
 @pytest.mark.parametrize("keep, left", [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
 def test_the_newest_checkpoints_are_kept(little, tmp_path, bare, keep, left):  # noqa: F811
     train.main(command(little, tmp_path / "run", *SIX, "--keep", str(keep)))
-    assert checkpoints(tmp_path / "run") == [f"step-{k:07d}" for k in left]
+    assert checkpoints(tmp_path / "run") == [f"step-{k:07d}" for k in left] and runs.newest_checkpoint(tmp_path / "run").name == "step-0000006"
 
 
 def test_what_claims_a_later_step_than_the_one_written_never_crowds_it_out(tmp_path):
