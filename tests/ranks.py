@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def begin(argv, log: Path, before=lambda: None, **environment) -> int:
-    """`python train.py argv` in a fork, its stdout and stderr in `log` -> its process id. `before` runs first, in the fork: a place for hooks."""
+def fork(work, log: Path, **environment) -> int:
+    """work() in a fork, its stdout and stderr in `log` -> its process id."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -25,9 +25,7 @@ def begin(argv, log: Path, before=lambda: None, **environment) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update({name: str(value) for name, value in environment.items()})
-        before()
-        sys.argv = ["train.py", *map(str, argv)]
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        work()
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -54,9 +52,9 @@ def end(pid: int, timeout: float = 120) -> int:
 
 
 def run(argv, log: Path, ranks: int = 1, before=lambda rank: None) -> tuple[list[int], list[str]]:
-    """The same command on `ranks` ranks -> their exit codes and screens. before(rank) runs first in each."""
+    """`python train.py argv` on so many ranks -> their exit codes and screens. before(rank) runs first in each fork: a place for hooks."""
     pids = start(argv, log, ranks, before)
-    return [end(pid) for pid in pids], [Path(f"{log}.{rank}").read_text() for rank in range(ranks)]
+    return [end(pid) for pid in pids], [Path(f"{log}.{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
 
 
 def start(argv, log: Path, ranks: int, before=lambda rank: None) -> list[int]:
@@ -64,4 +62,9 @@ def start(argv, log: Path, ranks: int, before=lambda rank: None) -> list[int]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     meeting = dict(WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) if ranks > 1 else {}
-    return [begin(argv, Path(f"{log}.{rank}"), lambda rank=rank: before(rank), RANK=rank, LOCAL_RANK=rank, **meeting) for rank in range(ranks)]
+
+    def work(rank):
+        before(rank)
+        sys.argv = ["train.py", *map(str, argv)]
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return [fork(lambda rank=rank: work(rank), Path(f"{log}.{rank}"), RANK=rank, LOCAL_RANK=rank, **meeting) for rank in range(ranks)]

@@ -162,6 +162,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, 
     assert codes == [128 + number]
     assert steps_of(out) == list(range(1, last + 1)) and checkpoints(out) == [f"step-{last:07d}"] and not (out / "student").exists()
     assert said(screen) == [f"stopped after step {last} of 6; it is saved in {out}/checkpoint/step-{last:07d}, and train.py --resume --out {out} goes on"]
+    assert ("Ctrl-C again stops at once" in screen) == (number == signal.SIGINT)
     train.main(["--resume", "--out", str(out)])
     same_end(straight, out)
 
