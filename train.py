@@ -278,7 +278,8 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
          report, asked: list[int]) -> tuple[int, bool]:
     """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved, and whether it was the
     last because a rank was `asked` to stop."""
-    begun, spent, step_tokens, stop = step, 0.0, args.batch_size * args.seq_len * args.accum * place.world, False  # seconds of training alone
+    begun, step_tokens, stop = step, args.batch_size * args.seq_len * args.accum * place.world, False
+    spent = 0.0  # seconds of training alone
     recent = watch.recall(runs.read_metrics(run), step)
     while step < args.steps and not stop:
         clock = time.perf_counter()

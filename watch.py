@@ -123,7 +123,7 @@ def check_ranks(tensors: dict[str, Tensor], when: str) -> None:
         at = int(differs.any(0).nonzero()[0])
         ranks = differs[:, at].nonzero()[:, 0].tolist()
         refuse(f"{when}: the ranks have drifted apart: {list(tensors)[at]} is another on rank {', '.join(map(str, ranks))} than on rank 0; "
-               "look for a faulty device or files that differ, then go on from the newest checkpoint with --resume")
+               "look for a faulty device, unlike hardware or files that differ; --resume goes on from the newest checkpoint")
 
 
 def refuse(text: str) -> None:
@@ -153,7 +153,7 @@ def stop_requests():
             os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")  # print must not meet itself within a signal
     usual = {}
     if threading.current_thread() is threading.main_thread():
-        usual = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN}
+        usual = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) not in (signal.SIG_IGN, None)}
     try:
         yield asked
     finally:
