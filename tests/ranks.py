@@ -8,6 +8,11 @@ import time
 import traceback
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot  # noqa: F401 (a run draws its curves: half of what a fork would have to import)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
