@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core import BASES, MODES
-from distill import RECIPES
+from distill import RECIPES, Objective
 from teachers import PAPER, PAPER_DATA, PAPER_STEP, PAPER_TOKENS, PRESETS, Refusal, read_json
 
 
@@ -63,6 +63,9 @@ class Args:
     eval_every: int = flag(100, "steps between evaluations on held-out text")
     eval_tokens: int = flag(32768, "held-out tokens an evaluation reads, evenly spread")
     save_every: int = flag(200, "steps between checkpoints")
+    keep: int = flag(1, "how many checkpoints stay, the newest")
+    non_finite: str = flag("stop", "when a loss or gradient is not finite: stop, or skip that step, which then changes nothing (a tenth in a row stops)", choices=["stop", "skip"])
+    check_ranks: int = flag(1000, "steps between checks that all ranks hold the same bits (also made at the start)")
     log_every: int = flag(20, "steps between progress lines; metrics.jsonl gets every step")
     plan: bool = flag(False, "print what this run would be, and stop")
     gpus: int = flag(0, "--plan: ranks to count with (0: those of torchrun, else 8 with --preset paper and 1 without)")
@@ -73,7 +76,8 @@ class Args:
 PLAN_ONLY = {"gpus", "mfu", "gpu_memory"}
 
 
-FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "plan", "checkpointing", "shard_optimizer", *PLAN_ONLY}
+FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "keep", "non_finite", "check_ranks", "plan", "checkpointing", "shard_optimizer",
+                  *PLAN_ONLY}
 
 
 def parse(argv: list[str] | None, about: str = "") -> Args:
@@ -162,7 +166,8 @@ OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "bases", "width",
 
 def of_the_moment(args: Args) -> dict[str, str]:
     """Flags that may be given anew at a resume, and have no effect here: name -> why."""
-    return ({} if args.plan else dict.fromkeys(PLAN_ONLY, "only --plan reads it")) | ({} if ranks(args) > 1 else {"shard_optimizer": "one rank has nobody to share with"})
+    alone = {"shard_optimizer": "one rank has nobody to share with", "check_ranks": "one rank has nobody to be compared with"}
+    return ({} if args.plan else dict.fromkeys(PLAN_ONLY, "only --plan reads it")) | ({} if ranks(args) > 1 else alone)
 
 
 def check_effect(args: Args) -> None:
@@ -175,6 +180,11 @@ def check_effect(args: Args) -> None:
         inert |= {name: "recipe gpd aligns nothing" for name in ("attention", "hidden", "w_align")}
     if args.stage == "distill" and args.mode != "core":
         inert |= {"bases": f"mode {args.mode} has no U_perp"}
+    if args.stage == "distill":
+        readers = {"temperature": {"kl"}, "attention": {"q", "k", "v", "o"}, "hidden": {"hidden"}}
+        inert = {name: f"the objective has no {', '.join(sorted(names))}" for name, names in readers.items() if not names & set(terms(args))} | inert
+    if args.stage != "pretrain" and (network(args) == "tiny" or Path(network(args)).is_dir()):
+        inert |= {"revision": f"{network(args)} is no repository of the hub"}
     inert |= of_the_moment(args)
     for f in fields(Args):
         if f.name in inert and getattr(args, f.name) != f.default:
@@ -192,6 +202,15 @@ def terms(args: Args) -> tuple[str, ...]:
     return tuple(t for t in recipe if t not in without and weight(t))
 
 
+def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
+    separator = separator if args.doc_mask else None
+    if args.stage != "distill":
+        return Objective(w_kl=0, w_align=0, separator=separator)
+    named = terms(args)
+    return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
+                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
+
+
 def teacher_dtypes(args: Args, file: str, student: str) -> tuple[str, str]:
     """The teacher's dtype (while the clone is built, in the loop), from those of its files and of the student's arithmetic. By default the
     start is fitted to fp32 weights and the loop runs as the student does. Files of bf16 lose nothing as bf16: lrc.py widens what it
@@ -206,7 +225,7 @@ def check(args: Args) -> None:
         raise Refusal("--stage sft needs --init: the model to fine-tune, RUN/student or another folder or hub id")
     if args.stage == "distill" and args.init not in STARTS:
         raise Refusal(f"--init {args.init}: one of {', '.join(STARTS)}; a model to fine-tune goes with --stage sft")
-    at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens")
+    at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens", "keep", "check_ranks")
     ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width", "gpus"), (0, math.inf)),
               **dict.fromkeys(("clip", "temperature", "gpu_memory"), (1e-30, math.inf)), "warmup": (0, 1), "mfu": (1e-30, 1)}
     for name, (low, high) in ranges.items():

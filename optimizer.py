@@ -1,4 +1,4 @@
-"""AdamW on the coordinates: its state made at the start, whole on every rank or shared out over them, and whole again in a checkpoint.
+"""AdamW on the coordinates: its rate, its state made at the start, whole on every rank or shared out over them, and whole again in a checkpoint.
 
 AdamW holds two moments a trained number, 8 bytes in fp32: for a 3B teacher in mode `core` more than the network itself. With
 --shard-optimizer each rank holds them for some of the coordinates, steps those, and sends the result to the others (ZeRO, stage 1:
@@ -7,12 +7,29 @@ PyTorch's own ZeroRedundancyOptimizer). Every number is updated by the same arit
 """
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import runs
+from flags import Args
 from lrc import Clone
+from teachers import Refusal
+
+
+def learning_rate(args: Args, step: int) -> float:
+    """lr of the step-th update, counted from 0: a linear warm-up, then a decay that would reach 0 one step after the last."""
+    warm = round(args.warmup * args.steps)
+    if step < warm:
+        return args.lr * (step + 1) / warm
+    progress = (step - warm) / max(1, args.steps - warm)  # in [0, 1)
+    decay = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
+    return args.lr * decay[args.schedule]
 
 
 def make_optimizer(clone: Clone, lr: float, weight_decay: float = 0.0, shard: bool = False) -> torch.optim.Optimizer:
@@ -58,3 +75,19 @@ def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         if rank == 0:
             whole[name] = t.detach().cpu()
     return whole
+
+
+def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
+    """Fill clone and optimizer from the newest complete checkpoint -> the step it was taken after."""
+    folder, state = runs.find_checkpoint(run, say)
+    tensors = runs.read_tensors(folder / "state.safetensors")
+    if any(name.endswith(".Zp") for name in tensors):
+        raise Refusal(f"{run}: begun before Zp was renamed to Zc; finish it with the code it began with (git_commit in its config.json)")
+    runs.restore(f"{run}/checkpoint", training_state(clone, optimizer), tensors)
+    clone.deploy()
+    deployed = runs.read_tensors(folder / "student.safetensors")
+    for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
+        if not torch.allclose(w.cpu(), deployed[name], rtol=0, atol=1e-4 * float(deployed[name].abs().max())):
+            raise Refusal(f"{run}: the teacher's span for {name} comes out differently on this machine than where the run "
+                          "began; resume there, with the same torch and thread count")
+    return state["step"]

@@ -3,17 +3,20 @@
     python runs.py RUN [RUN ...]        # compare finished runs: mean and spread over seeds, paired differences to plain LRC
 
     RUN/config.json      all flags, the data's and the teacher's identity, versions, git state
-    RUN/metrics.jsonl    one JSON object a line: a training step (step, tokens, loss, kl, ce, align, lr, tokens_per_second, ...)
-                         or an evaluation (step, val_ce, val_kl, val_top1)
+    RUN/metrics.jsonl    one JSON object a line: a training step (step, tokens, loss, kl, ce, align, lr, tokens_per_second, ...; spike:
+                         how far the loss jumped; skipped: why the step changed nothing) or an evaluation (step, val_ce, val_kl, val_top1)
     RUN/curves.png       the same as a picture
     RUN/checkpoint/      step-0000100/state.safetensors (coordinates, AdamW's moments), student.safetensors
                          (the deployed weights, so that merge.py needs no teacher), state.json; no pickle
     RUN/student/         the merged student, a Hugging Face folder
 
-Every file appears whole or not at all: it is written beside its place and renamed into it.
+Every file appears whole or not at all: it is written beside its place and renamed into it. A checkpoint is on the disk, with the metrics up to
+it, before it bears its name.
 """
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import platform
@@ -24,7 +27,7 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,7 +41,7 @@ def check_folder(run: Path, resume: bool) -> None:
         return
     if newest_checkpoint(run):
         raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
-    if not run.is_dir() or any(p.name != ".lock" for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
+    if not run.is_dir() or any(p.name not in (".lock", "metrics.jsonl.tmp") for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
         raise Refusal(f"{run}: exists and is not a run folder; choose another --out")
 
 
@@ -68,6 +71,19 @@ def surroundings() -> dict:
     return state | {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
 
 
+@contextlib.contextmanager
+def writing(path: Path, partial: Path | None = None, then: str = "go on with --resume: what was saved before is whole"):
+    """Where there is no room (or no right) to write `path`, that is said in one line, and nothing stays of `partial`, the file or folder being made."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if partial and partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        elif partial:
+            partial.unlink(missing_ok=True)
+        raise Refusal(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); make room, then {then}") from None
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                    "generation_config.json")
 
@@ -75,12 +91,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) -> None:
     """Make the run folder: config.json, and the tokenizer files that the exported student will carry. `identity` is what a resumed
     run must share besides the flags: teacher, data, ranks."""
-    (run / "tokenizer").mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, run / "tokenizer" / name)
-    write_whole(run / "metrics.jsonl", "")
-    write_whole(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
+    with writing(run, then="begin again"):
+        write_whole(run / "metrics.jsonl", "")  # first: it is what check_folder knows a run by
+        (run / "tokenizer").mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, run / "tokenizer" / name)
+        write_whole(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
 
 
 def same(run: Path, identity: dict) -> None:
@@ -95,20 +112,52 @@ def same(run: Path, identity: dict) -> None:
 # ---------------------------------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor]) -> None:
-    """Write step-N whole, then drop the older ones. `deployed` are the student's merged weights, for merge.py."""
+def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor], keep: int = 1) -> None:
+    """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py."""
     folder = run / "checkpoint" / f"step-{state['step']:07d}"
     making = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    for file, named in (("state", tensors), ("student", deployed)):
-        save_file({name: t.detach().cpu().contiguous() for name, t in named.items()}, making / f"{file}.safetensors")
-    write_whole(making / "state.json", json.dumps(state, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(making, folder)
-    for old in (run / "checkpoint").glob("step-*"):
-        if old != folder:
+    with writing(folder, partial=making):
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        for file, named in (("state", tensors), ("student", deployed)):
+            save_file({name: t.detach().cpu().contiguous() for name, t in named.items()}, making / f"{file}.safetensors")
+        write_whole(making / "state.json", json.dumps(state, indent=2) + "\n")
+        # a file system may put the new name on the disk before what is in the files: after a power cut they would be empty under it
+        for path in (*making.iterdir(), making, run / "config.json", run / "metrics.jsonl"):
+            settle(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(making, folder)
+        settle(folder.parent)
+    keep_newest(folder, keep)
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Remove all but `folder`, the newest checkpoint, and the `keep` - 1 before it. One that claims a later step was passed over at a resume."""
+    found = sorted(folder.parent.glob("step-*"))
+    kept = [p for p in found if p.suffix != ".tmp" and p <= folder][-keep:]
+    for old in found:
+        if old not in kept:
             shutil.rmtree(old)
+
+
+def tidy(run: Path, keep: int) -> None:
+    """Remove what a kill left half done: older checkpoints half removed, a student half written."""
+    keep_newest(find_checkpoint(run)[0], keep)
+    for left in run.glob("student.*.tmp"):
+        shutil.rmtree(left)
+
+
+def settle(path: Path) -> None:
+    """Wait until the disk holds a file, or the names in a folder."""
+    if os.name == "posix":  # Windows opens no folder
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems know no such thing for a folder
+                raise
+        finally:
+            os.close(handle)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -116,15 +165,31 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(found, default=None)
 
 
-def find_checkpoint(run: Path) -> tuple[Path, dict]:
-    """(folder, state.json) of the newest complete checkpoint."""
-    folder = newest_checkpoint(run)
-    if folder is None:
-        raise Refusal(f"{run}: no checkpoint/step-* in it; nothing to resume or merge")
+def find_checkpoint(run: Path, say=lambda text: print(text, file=sys.stderr)) -> tuple[Path, dict]:
+    """(folder, state.json) of the newest complete checkpoint. One that is newer and not complete is named, and passed over."""
+    for folder in sorted((run / "checkpoint").glob("step-*"), reverse=True):
+        try:
+            return folder, read_state(folder)
+        except Refusal as refusal:
+            say(f"passed over, not a complete checkpoint: {refusal}")
+    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out"
+                  + f" and delete {run}/checkpoint" * (newest_checkpoint(run) is not None))
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint; a Refusal says what is missing or torn."""
+    if folder.suffix == ".tmp":
+        raise Refusal(f"{folder}: its writing was interrupted")
     state = read_json(folder / "state.json")
-    if not {"step", "tokens"} <= state.keys():
-        raise Refusal(f"{folder / 'state.json'}: step or tokens is missing; delete this checkpoint")
-    return folder, state
+    if not {"step", "tokens"} <= state.keys() or folder.name != f"step-{state['step']:0>7}":
+        raise Refusal(f"{folder / 'state.json'}: step or tokens is missing, or the step is not that of the folder")
+    for file in ("state", "student"):
+        try:
+            with safe_open(folder / f"{file}.safetensors", framework="pt"):  # compares the file's length with its header
+                pass
+        except (SafetensorError, OSError) as error:
+            raise Refusal(f"{folder}/{file}.safetensors: cannot be read ({error})") from None
+    return state
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -151,7 +216,7 @@ def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -
 
 
 def append_metrics(run: Path, row: dict) -> None:
-    with (run / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+    with writing(run / "metrics.jsonl"), (run / "metrics.jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(row) + "\n")
 
 
@@ -171,7 +236,8 @@ def read_metrics(run: Path) -> list[dict]:
 def cut_metrics(run: Path, step: int) -> None:
     """Forget what was logged after the checkpoint that a run resumes from: those steps come again."""
     kept = [json.dumps(row) for row in read_metrics(run) if row["step"] <= step]
-    write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
+    with writing(run / "metrics.jsonl"):
+        write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
 
 def table(run: Path, numbers: dict[str, int]) -> str:
@@ -208,12 +274,15 @@ def draw_curves(run: Path) -> None:
         right.axhline(teacher_ce, color="black", linestyle="--", label="teacher, held-out CE")
     right.set(xlabel="step", ylabel="nats a token")
     right.legend()
-    figure.savefig(run / "curves.tmp.png", dpi=110)
+    making = run / "curves.tmp.png"
+    with writing(run / "curves.png", partial=making):
+        figure.savefig(making, dpi=110)
+        os.replace(making, run / "curves.png")
     plt.close(figure)
-    os.replace(run / "curves.tmp.png", run / "curves.png")
 
 
-FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard_optimizer"}
+FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard_optimizer",
+                  "keep", "check_ranks"}
 
 
 def compare(folders: list[Path]) -> str:

@@ -124,8 +124,12 @@ def cached(repo: str, revision: str | None, files: list[str], refusal: str) -> t
 def write_whole(path: Path, text: str) -> None:
     """The file appears whole or not at all: it is written beside its place and renamed into it."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:  # no room: nothing partial stays
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict:

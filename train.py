@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -29,24 +30,15 @@ import lrc
 import merge
 import plan
 import runs
+import watch
 from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
 from model import Config, Transformer
-from flags import Args, network, parse, teacher_dtypes, terms
-from optimizer import gathered, make_optimizer, training_state
+from flags import Args, network, objective_of, parse, teacher_dtypes
+from optimizer import gathered, learning_rate, make_optimizer, resume, training_state
 from prepare import Choice
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer
-
-
-def learning_rate(args: Args, step: int) -> float:
-    """lr of the step-th update, counted from 0: a linear warm-up, then a decay that would reach 0 one step after the last."""
-    warm = round(args.warmup * args.steps)
-    if step < warm:
-        return args.lr * (step + 1) / warm
-    progress = (step - warm) / max(1, args.steps - warm)  # in [0, 1)
-    decay = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
-    return args.lr * decay[args.schedule]
 
 
 # ------------------------------------------------------------------------------------- where it runs
@@ -62,6 +54,10 @@ class Place:
 
     def precision(self):
         return torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, without a wait for what it is at."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -102,37 +98,15 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, args.bases, teacher)
 
 
-def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> Objective:
-    separator = separator if args.doc_mask else None
-    if args.stage != "distill":
-        return Objective(w_kl=0, w_align=0, separator=separator)
-    named = terms(args)
-    return Objective(args.temperature, args.w_kl * ("kl" in named), args.w_ce * ("ce" in named), args.w_align,
-                     tuple(t for t in named if t not in ("kl", "ce")), args.attention, args.hidden, real_vocab, checkpointing=args.checkpointing, separator=separator)
-
-
-def share_start(clone: lrc.Clone) -> None:
-    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file."""
-    bases = [basis for m in clone.maps.values() for basis in m.buffers()]
-    for tensor in [*clone.coordinates().values(), *([] if clone.frame is None else [clone.frame]), *bases]:
+def share_start(clone: lrc.Clone, teacher: Transformer | None) -> None:
+    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file; so is the teacher."""
+    bases = {f"{name}'s {kind}": basis for name, m in clone.maps.items() for kind, basis in m.named_buffers()}
+    start = clone.coordinates() | ({} if clone.frame is None else {"the frame": clone.frame}) | bases
+    for tensor in start.values():
         dist.broadcast(tensor.data, 0)
     clone.deploy()
-
-
-def resume(args: Args, clone: lrc.Clone, optimizer: torch.optim.Optimizer) -> int:
-    """Fill clone and optimizer from the newest checkpoint -> the step it was taken after."""
-    folder, state = runs.find_checkpoint(Path(args.out))
-    tensors = runs.read_tensors(folder / "state.safetensors")
-    if any(name.endswith(".Zp") for name in tensors):
-        raise Refusal(f"{args.out}: begun before Zp was renamed to Zc; finish it with the code it began with (git_commit in its config.json)")
-    runs.restore(f"{args.out}/checkpoint", training_state(clone, optimizer), tensors)
-    clone.deploy()
-    deployed = runs.read_tensors(folder / "student.safetensors")
-    for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
-        if not torch.allclose(w.cpu(), deployed[name], rtol=0, atol=1e-4 * float(deployed[name].abs().max())):
-            raise Refusal(f"{args.out}: the teacher's span for {name} comes out differently on this machine than where the run "
-                          "began; resume there, with the same torch and thread count")
-    return state["step"]
+    guide = {} if teacher is None else {f"the teacher's {name}": w for name, w in teacher.named_parameters()}
+    watch.check_ranks(start | guide | dict(clone.student.named_parameters()), "at the start")
 
 
 def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
@@ -145,10 +119,12 @@ def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------------- the run
 
 
-def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective: Objective, lr: float, clip: float, place: Place) -> dict[str, float]:
-    """One optimizer step over this rank's micro-batches [(ids, targets)] -> the loss terms, means over the step's valid tokens,
-    and the gradient norm. `net` is the student as it runs: plain, compiled, or wrapped by DDP."""
-    valid = torch.tensor(float(sum((targets != IGNORE).sum() for _, targets in micro)), device=place.device)
+def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective: Objective, lr: float, clip: float, place: Place,
+              asked: list[int]) -> tuple[dict[str, float], bool]:
+    """One optimizer step over this rank's micro-batches [(ids, targets)] -> the loss terms, means over the step's valid tokens, with the
+    gradient norm; and whether any rank was `asked` to stop. Where a figure is not finite, nothing is updated. `net` is the student as
+    it runs: plain, compiled, or wrapped by DDP."""
+    valid = torch.full((), float(sum((targets != IGNORE).sum() for _, targets in micro)), device=place.device)
     if place.world > 1:
         dist.all_reduce(valid)
     valid.clamp_(min=1)  # a step of chats may hold no assistant token at all: its loss is 0, not 0/0
@@ -157,7 +133,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     writers = [(block.self_attn.o_proj.weight, block.mlp.down_proj.weight) for block in clone.student.layers]
     logged: dict[str, torch.Tensor] = {}
     for m, (ids, targets) in enumerate(micro):
-        ids, targets = ids.to(place.device), targets.to(place.device)
+        ids, targets = place.put(ids), place.put(targets)
         # gradients cross ranks with the last micro-batch only; the forward, too, must be inside no_sync
         with net.no_sync() if place.world > 1 and m + 1 < len(micro) else contextlib.nullcontext():
             with place.precision():
@@ -168,18 +144,20 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
             logged[name] = logged.get(name, 0.0) + value.detach() / valid
     clone.pull_back()
     coordinates = list(clone.coordinates().values())
-    logged["grad_norm"] = torch.nn.utils.clip_grad_norm_(coordinates, clip) / place.world  # the same on each rank: its sum is itself
+    norm = torch.nn.utils.get_total_norm([p.grad for p in coordinates if p.grad is not None])
+    logged["grad_norm"] = norm / place.world  # the same on each rank: its sum is itself
+    logged["stop"] = torch.full_like(valid, bool(asked))
     values = torch.stack([v.float() for v in logged.values()])
     if place.world > 1:
         dist.all_reduce(values)
-    terms = dict(zip(logged, values.tolist()))  # the step's one wait for the device
-    if not all(math.isfinite(v) for v in terms.values()):
-        raise Refusal(f"{', '.join(k for k, v in terms.items() if not math.isfinite(v))} not finite; the newest checkpoint is from "
-                      "before it: try a smaller --lr or a longer --warmup")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    return terms
+    figures = dict(zip(logged, values.tolist()))  # the step's one wait for the device
+    stop = figures.pop("stop") > 0
+    if all(map(math.isfinite, figures.values())):
+        torch.nn.utils.clip_grads_with_norm_(coordinates, clip, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return figures, stop
 
 
 def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[Tokenizer, dict, Tokens | Mixture, Tokens | Mixture]:
@@ -236,23 +214,25 @@ def main(argv: list[str] | None = None) -> None:
             teacher.to(loop)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
-        carry_out(args, run, place, clone, teacher, tokenizer, train,
-                  lambda: held.spread(max(1, args.eval_tokens // args.seq_len), max(1, 2048 // args.seq_len)))
+        stopped = carry_out(args, run, place, clone, teacher, tokenizer, train,
+                            lambda: held.spread(max(1, args.eval_tokens // args.seq_len), max(1, 2048 // args.seq_len)))
     if place.world > 1:
         dist.destroy_process_group()
+    if stopped:
+        sys.exit(128 + stopped)
 
 
 def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Transformer | None, tokenizer: Tokenizer, train: Tokens | Mixture,
-              held_batches) -> None:
-    """The loop, from step 0 or from the newest checkpoint to --steps, and what it leaves in the run folder."""
+              held_batches) -> int:
+    """From step 0, or from the newest checkpoint, to --steps, and what that leaves in the run folder -> 0, or the signal that stopped it before."""
     student, distil = clone.student, args.stage == "distill"
     student.checkpointing = args.checkpointing
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
-    step = begun = resume(args, clone, optimizer) if args.resume else 0
+    begun = resume(run, clone, optimizer, place.say) if args.resume else 0
     if place.world > 1:
-        share_start(clone)
+        share_start(clone, teacher)
     objective = objective_of(args, tokenizer.vocab_size, tokenizer.separator)
     net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
     guide = torch.compile(teacher) if args.compile and distil else teacher
@@ -269,66 +249,97 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         with place.precision():
             return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None, separator=objective.separator)
 
-    def report() -> None:
+    def report(step: int) -> None:
         figures = score(student)
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
         place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
 
     if place.rank == 0 and args.resume:
-        runs.cut_metrics(run, step)
+        runs.cut_metrics(run, begun)
     elif place.rank == 0:
         if distil:
             runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
-        report()
+        report(0)
 
-    # the loop
+    with watch.stop_requests() as asked:
+        step, stop = loop(args, run, place, clone, optimizer, net, guide, objective, train, begun, report, asked)
+    if place.world > 1:
+        dist.barrier()
+    if stop or asked and place.rank == 0:
+        if place.rank == 0:
+            print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(run)}, and train.py --resume --out {run} goes on", file=sys.stderr)
+        return asked[0] if asked else signal.SIGTERM
+    if place.rank == 0:
+        finish(run, args.keep, place, size, tokenizer, {"teacher": teacher, "student": student}, next(held_batches())[0][:1])
+    return 0
+
+
+def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, guide, objective: Objective, train: Tokens | Mixture, step: int,
+         report, asked: list[int]) -> tuple[int, bool]:
+    """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved, and whether it was the
+    last because a rank was `asked` to stop."""
+    begun, step_tokens, stop = step, args.batch_size * args.seq_len * args.accum * place.world, False
     spent = 0.0  # seconds of training alone
-    while step < args.steps:
+    recent = watch.recall(runs.read_metrics(run), step)
+    while step < args.steps and not stop:
         clock = time.perf_counter()
         micro = [train.batch(place_in_order(step, m, place.rank, args.accum, place.world, args.batch_size), args.batch_size)
                  for m in range(args.accum)]
         lr = learning_rate(args, step)
-        try:
-            sums = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place)
-        except Refusal as refusal:
-            raise Refusal(f"step {step + 1}: {refusal}") from None
+        figures, stop = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place, asked)
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
+        with place.precision():
+            figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, objective.separator), place.say)
+        if place.world > 1 and step % args.check_ranks == 0:
+            watch.check_ranks(clone.coordinates(), f"after step {step}")
         last = step == args.steps
-        evaluates, saves = step % args.eval_every == 0 or last, step % args.save_every == 0 or last
+        evaluates, saves = step % args.eval_every == 0 or last, step % args.save_every == 0 or last or stop
         state = training_state(clone, optimizer) if saves else {}
         if saves and args.shard_optimizer:
             state = gathered(state, place.rank)
         if place.rank != 0:
             continue
-        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | sums | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
-        if step % args.log_every == 0 or last:
+        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
+        if "loss" in figures and (step % args.log_every == 0 or last):
             left = int((args.steps - step) * spent / (step - begun))
-            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {sums[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in sums)
-                      + f"  |g| {sums['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
+            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {figures[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in figures)
+                      + f"  |g| {figures['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
         if evaluates or saves:
             clone.deploy()  # the student still holds the weights from before this step's update
         if evaluates:
-            report()
+            report(step)
         if saves:
-            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights)
+            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights, args.keep)
+    return step, stop
 
-    if place.world > 1:
-        dist.barrier()
-    if place.rank == 0:
+
+def finish(run: Path, keep: int, place: Place, size: dict[str, int], tokenizer: Tokenizer, models: dict[str, Transformer | None],
+           prompt: torch.Tensor) -> None:
+    """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
+    with runs.writing(run / "student"):
         merge.export(run)
-        runs.draw_curves(run)
-        place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
-        for who, model in (("teacher", teacher), ("student", student)):
-            if model is not None:
-                place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, next(held_batches())[0][:1].to(place.device))}")
+    runs.tidy(run, keep)
+    runs.draw_curves(run)
+    place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
+    for who, model in models.items():
+        if model is not None:
+            place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, prompt.to(place.device))}")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, watch.interrupt)
     try:
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command with --resume goes on from the newest checkpoint")
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest checkpoint ({str(error).splitlines()[0]})")
+    except KeyboardInterrupt as interrupted:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
+                  "there is none", file=sys.stderr)
+        sys.exit(128 + (interrupted.args or (signal.SIGINT,))[0])

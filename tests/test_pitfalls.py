@@ -104,7 +104,7 @@ def built(teacher, *flags):
 def step(clone, optimizer, args, teacher, ids, net=None, accum=1):
     """One train.take_step over `ids` (B, T) in `accum` micro-batches -> what it logs."""
     micro = [(part, part.roll(-1, 1)) for part in ids.chunk(accum)]
-    return train.take_step(clone, optimizer, clone.student if net is None else net, teacher, micro, train.objective_of(args, teacher.config.vocab_size), 1e-2, 1.0, CPU)
+    return train.take_step(clone, optimizer, clone.student if net is None else net, teacher, micro, train.objective_of(args, teacher.config.vocab_size), 1e-2, 1.0, CPU, [])[0]
 
 
 def run(folder, out, *more):

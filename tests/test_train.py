@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from conftest import random_net
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import core
 import data
 import lrc
+import optimizer
 import runs
 import train
-from data import Tokens
+from distill import IGNORE
+from flags import terms
 from model import Transformer
 from teachers import Refusal
 
@@ -71,36 +74,6 @@ def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys)
     screen = capsys.readouterr().out
     for word in ("teacher", "student, step 0", "student, step 6", "deployed", "trained", "tok/s", "left"):
         assert word in screen
-
-
-@pytest.mark.parametrize("flags", ["--mode lrc", "--mode dense", "--mode core --bases implicit", "--mode core --doc-mask --data MIXTURE", "--mode core", "--mode slice", "--mode scratch",
-                                   "--mode random --recipe clone --init random --coordinates teacher"])
-def test_resume_is_exact(teacher_folder, tmp_path, flags, bare, monkeypatch):
-    """6 steps straight = 3, a crash, and a resume: every logged figure and the student, bit for bit; 2 epochs go by on the way."""
-    if "MIXTURE" in flags:
-        for name, part in (("a", slice(0, 150)), ("b", slice(150, 200))):
-            lines = (teacher_folder / "text.jsonl").read_text().splitlines(True)[part]
-            (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-            data.main(["prepare", str(tmp_path / f"{name}.jsonl"), "--tokenizer", str(teacher_folder), "--out", str(tmp_path / name)])
-        flags = flags.replace("MIXTURE", f"{tmp_path}/a=3,{tmp_path}/b=1")
-    more = [*flags.split(), "--accum", "2"]
-    straight = run(teacher_folder, tmp_path / "straight", *more)
-    kind = data.Mixture if "=" in flags else Tokens
-    real = kind.batch
-
-    def crash(self, position, count):
-        if position >= 4 * 2 * 2:
-            raise KeyboardInterrupt
-        return real(self, position, count)
-    monkeypatch.setattr(kind, "batch", crash)
-    with pytest.raises(KeyboardInterrupt):
-        run(teacher_folder, tmp_path / "broken", *more)
-    monkeypatch.setattr(kind, "batch", real)
-    train.main(["--resume", "--out", str(tmp_path / "broken")])
-    timeless = lambda out: [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in runs.read_metrics(out)]
-    assert timeless(tmp_path / "broken") == timeless(straight)
-    one, two = (load_file(tmp_path / name / "student" / "model.safetensors") for name in ("straight", "broken"))
-    assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_a_finished_run_resumed_says_so_and_changes_nothing(teacher_folder, tmp_path):
@@ -179,7 +152,7 @@ def test_B20_without_takes_exactly_its_term_out_of_the_log_and_the_total(teacher
 
 
 def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
-    named = lambda *flags: train.terms(train.parse(flags))
+    named = lambda *flags: terms(train.parse(flags))
     assert named() == ("kl", "ce", "q", "k", "v", "o", "gate", "up", "hidden")
     assert named("--recipe", "clone") == ("kl", "ce", "q", "k", "v", "gate", "up", "attn_out", "ffn_out")
     assert named("--recipe", "gpd") == named("--recipe", "gpd", "--mode", "scratch") == ("kl",)
@@ -257,48 +230,38 @@ def figures(row):
     return {k: v for k, v in row.items() if k not in ("tokens_per_second", "val_top1", "grad_norm", "teacher")}
 
 
-RANKS = """
-import sys, os
-sys.path.insert(0, {root!r})
-import torch
-torch.set_num_threads(1)
-import train, lrc, data
-from distill import IGNORE
-real = data.Tokens.batch
-def uneven(self, position, count):
-    ids, targets = real(self, position, count)
-    targets = targets.clone()
-    for row in range(count):  # how many targets a sequence keeps depends on the sequence alone
-        targets[row, : int(ids[row].sum()) % ids.shape[1]] = IGNORE
-    return ids, targets
-data.Tokens.batch = uneven
-pull, seen = lrc.Clone.pull_back, []
-def watched(self):
-    pull(self)
-    seen.append({{name: p.detach().clone() for name, p in self.coordinates().items()}})
-    torch.save(seen, {out!r} + ".rank" + os.environ.get("RANK", "0"))
-    if len(seen) == {stop_at}:
-        raise KeyboardInterrupt
-lrc.Clone.pull_back = watched
-making = train.make_optimizer
-def told(*args):
-    made = making(*args)
-    print("moments here:", sum(t.numel() for state in getattr(made, "optim", made).state.values() for name, t in state.items() if name != "step"), flush=True)
-    return made
-train.make_optimizer = told
-train.main({argv!r})
-"""
+def uneven(real):
+    def batch(self, position, count):
+        ids, targets = real(self, position, count)
+        targets = targets.clone()
+        for row in range(count):  # how many targets a sequence keeps depends on the sequence alone
+            targets[row, : int(ids[row].sum()) % ids.shape[1]] = IGNORE
+        return ids, targets
+    return batch
 
 
-def launch(tmp_path, name, argv, ranks, stop_at=0):
-    """Run train.main in `ranks` processes with uneven valid tokens; returns the student's weights and each rank's coordinates a step."""
+def launch(tmp_path, name, argv, world, stop_at=0):
+    """train.py on `world` ranks with uneven valid tokens -> its folder, the student's weights, each rank's coordinates a step, and the screens."""
     out = tmp_path / name
-    script = tmp_path / f"{name}.py"
-    script.write_text(RANKS.format(root=str(ROOT), out=str(out), argv=[*argv, "--out", str(out)], stop_at=stop_at))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
-    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out, load_file(out / "student" / "model.safetensors"), [torch.load(f"{out}.rank{r}", weights_only=True) for r in range(ranks)], done.stdout
+
+    def before(rank):
+        pull, making, seen = lrc.Clone.pull_back, optimizer.make_optimizer, []
+
+        def watched(clone):
+            pull(clone)
+            seen.append({name: p.detach().clone() for name, p in clone.coordinates().items()})
+            torch.save(seen, f"{out}.rank{rank}")
+            if len(seen) == stop_at:
+                raise KeyboardInterrupt
+
+        def told(*args):
+            made = making(*args)
+            print("moments here:", sum(t.numel() for state in getattr(made, "optim", made).state.values() for name, t in state.items() if name != "step"))
+            return made
+        data.Tokens.batch, lrc.Clone.pull_back, optimizer.make_optimizer = uneven(data.Tokens.batch), watched, told
+    codes, screens = ranks.run([*argv, "--out", out], tmp_path / f"{name}.log", world, before)
+    assert codes == [0] * world, screens
+    return out, load_file(out / "student" / "model.safetensors"), [torch.load(f"{out}.rank{r}", weights_only=True) for r in range(world)], "".join(screens)
 
 
 def without_out(argv):
@@ -311,13 +274,13 @@ def test_A10_two_ranks_with_accumulation_2_equal_one_with_4(teacher_folder, tmp_
     """Uneven valid tokens, 5 steps; and on both ranks the coordinates are the same bits at every step."""
     base = without_out(command(teacher_folder, "x", "--steps", "5", *flags.split(), "--lr", "1e-3"))
     out1, one, _, _ = launch(tmp_path, "one", [*base, "--accum", "4"], 1)
-    out2, two, ranks, screen = launch(tmp_path, "two", [*base, "--accum", "2"], 2)
+    out2, two, both, screen = launch(tmp_path, "two", [*base, "--accum", "2"], 2)
     for key in one:
         assert (one[key] - two[key]).abs().max() < 2e-5 * one[key].abs().max(), key
     for a, b in zip(*(runs.read_metrics(out) for out in (out1, out2))):
         assert figures(a) == pytest.approx(figures(b), rel=1e-4)
-    assert len(ranks[0]) == 5
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(*ranks) for name in a)
+    assert len(both[0]) == 5
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(*both) for name in a)
     assert screen.count("step      5/5  kl") == 1  # B36: one rank speaks
 
 
@@ -325,43 +288,31 @@ def moments_of(out):
     return {name: t for name, t in load_file(next((out / "checkpoint").glob("step-*")) / "state.safetensors").items() if name.startswith("adamw/")}
 
 
-SHARES = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import torch
-import torch.distributed as dist
-from conftest import random_net
-from safetensors.torch import save_file
-from lrc import Clone
-from optimizer import gathered, make_optimizer, training_state
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + {out!r} + "/meeting", rank=rank, world_size=2)
-for shard in (False, True):
-    clone, generator = Clone(random_net()), torch.Generator().manual_seed(0)
-    optimizer = make_optimizer(clone, 1e-2, 0.1, shard)
-    for lr in (1e-2, 5e-3, 1e-3):  # the loop sets it on the groups
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        for p in clone.coordinates().values():
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-    state = training_state(clone, optimizer)
-    whole = gathered(state, rank) if shard else state
-    assert shard or not any(t.is_meta for t in state.values())
-    here = sum(t.numel() for name, t in state.items() if name.startswith("adamw") and not t.is_meta)
-    if rank == 0 or not shard:
-        save_file({{name: t.detach().clone() for name, t in whole.items()}} | {{"here": torch.tensor(here)}}, f"{out}/{{rank}}{{shard}}.safetensors")
-    else:
-        assert whole == {{}}
-"""
+def shares(folder, rank):
+    """Three steps of a rank's own gradients, plain and sharded; what rank 0 holds of the state in the end, and without sharding rank 1, in files."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for shard in (False, True):
+        clone, generator = lrc.Clone(random_net()), torch.Generator().manual_seed(0)
+        adamw = optimizer.make_optimizer(clone, 1e-2, 0.1, shard)
+        for lr in (1e-2, 5e-3, 1e-3):  # the loop sets it on the groups
+            for group in adamw.param_groups:
+                group["lr"] = lr
+            for p in clone.coordinates().values():
+                p.grad = torch.randn(p.shape, generator=generator)
+            adamw.step()
+        state = optimizer.training_state(clone, adamw)
+        whole = optimizer.gathered(state, rank) if shard else state
+        assert shard or not any(t.is_meta for t in state.values())
+        here = sum(t.numel() for name, t in state.items() if name.startswith("adamw") and not t.is_meta)
+        if rank == 0 or not shard:
+            save_file({name: t.detach().clone() for name, t in whole.items()} | {"here": torch.tensor(here)}, f"{folder}/{rank}{shard}.safetensors")
+        else:
+            assert whole == {}
 
 
 def test_shared_moments_step_and_gather_to_the_same_bits(tmp_path):
-    script = tmp_path / "shares.py"
-    script.write_text(SHARES.format(root=str(ROOT), out=str(tmp_path)))
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    for process in ranks:
-        assert not process.wait(timeout=300), process.stderr.read()[-2000:]
+    pids = [ranks.fork(lambda rank=rank: shares(tmp_path, rank), tmp_path / f"log{rank}") for rank in (0, 1)]
+    assert [ranks.end(pid) for pid in pids] == [0, 0], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
     whole, other, shared = (load_file(tmp_path / f"{name}.safetensors") for name in ("0False", "1False", "0True"))
     here = [state.pop("here").item() for state in (whole, other, shared)]
     assert whole.keys() == shared.keys() and all(torch.equal(t, other[name]) and torch.equal(t, shared[name]) for name, t in whole.items())
@@ -373,10 +324,10 @@ def test_a_sharded_optimizer_changes_no_bit_and_its_checkpoints_are_whole(teache
     """Two ranks: the same 4 steps with the moments whole and shared; then a sharded run that stops at 2 goes on whole, and the other way."""
     flags = ["--steps", "4", "--save-every", "2", "--eval-every", "4", "--init", "orthonormal", "--weight-decay", "0.1"]
     base = without_out(command(teacher_folder, "x", *flags))
-    whole, one, ranks, _ = launch(tmp_path, "whole", base, 2)
-    sharded, two, other_ranks, screen = launch(tmp_path, "sharded", [*base, "--shard-optimizer"], 2)
+    whole, one, ours, _ = launch(tmp_path, "whole", base, 2)
+    sharded, two, theirs, screen = launch(tmp_path, "sharded", [*base, "--shard-optimizer"], 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(ranks[0], other_ranks[1]) for name in a)  # the gradients, too
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(ours[0], theirs[1]) for name in a)  # the gradients, too
     moments, others = moments_of(whole), moments_of(sharded)
     assert moments.keys() == others.keys() and all(torch.equal(moments[name], others[name]) for name in moments)
     assert any(name.endswith("exp_avg_sq") and moments[name].abs().sum() > 0 for name in moments)
@@ -556,26 +507,12 @@ def test_a_run_folder_in_use_or_contradicted_is_refused(teacher_folder, tmp_path
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(teacher_folder, tmp_path):
-    from safetensors.torch import save_file
     out = run(teacher_folder, tmp_path / "run")
     file = next((out / "checkpoint").glob("step-*")) / "state.safetensors"
     tensors = load_file(file)
     save_file({k: v for k, v in tensors.items() if k != "coordinates/norm.weight"}, file)
     with pytest.raises(Refusal, match="coordinates/norm.weight is missing"):
         train.main(["--resume", "--out", str(out)])
-
-
-def test_a_non_finite_step_stops_by_name_and_keeps_the_checkpoint(teacher_folder, tmp_path, monkeypatch):
-    real, calls = train.losses, []
-
-    def poisoned(*args):
-        calls.append(1)
-        sums = real(*args)
-        return sums | {"loss": sums["loss"] * float("nan")} if len(calls) == 4 else sums
-    monkeypatch.setattr(train, "losses", poisoned)
-    with pytest.raises(Refusal, match="step 4: .*not finite"):
-        run(teacher_folder, tmp_path / "run")
-    assert runs.newest_checkpoint(tmp_path / "run").name == "step-0000003"
 
 
 def test_an_error_is_one_line_and_a_nonzero_exit(tmp_path):
@@ -633,14 +570,15 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
 @pytest.mark.parametrize("flags, word", [
     (["--stage", "sft", "--init", "F", "--mode", "lrc"], "--mode lrc"), (["--stage", "sft", "--init", "F", "--teacher", "F"], "--teacher F"), (["--stage", "pretrain", "--init", "F"], "--init F"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
     (["--mode", "scratch", "--init", "calibrated"], "--init calibrated"), (["--mode", "scratch", "--coordinates", "teacher"], "--coordinates teacher"),
-    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--mode", "dense", "--bases", "implicit"], "--bases implicit"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse")])
+    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--mode", "dense", "--bases", "implicit"], "--bases implicit"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse"),
+    (["--recipe", "clone", "--hidden", "mse"], "--hidden mse"), (["--without", "q,k,v,o", "--attention", "mse"], "--attention mse"), (["--w-align", "0", "--attention", "mse"], "--attention mse"),
+    (["--without", "kl", "--temperature", "2"], "--temperature 2.0"), (["--revision", "main"], "--revision main"), (["--teacher", str(ROOT / "tiny"), "--revision", "main"], "--revision main")])
 def test_a_flag_that_would_be_ignored_is_refused(flags, word):
     with pytest.raises(Refusal, match=f"{word} would have no effect"):
         train.parse(flags)
 
 
 def test_a_run_from_before_the_complement_was_renamed_says_how_to_finish_it(teacher_folder, tmp_path):
-    from safetensors.torch import save_file
     out = run(teacher_folder, tmp_path / "run", "--mode", "core")
     file = next((out / "checkpoint").glob("step-*")) / "state.safetensors"
     save_file({key.replace("Zc", "Zp"): value for key, value in load_file(file).items()}, file)
