@@ -37,7 +37,7 @@ import plan
 import runs
 import train
 from distill import HeadLoss, Objective
-from flags import parse
+from flags import objective_of, parse
 from model import Config, Transformer
 from optimizer import make_optimizer
 from teachers import PRESETS, Refusal, write_whole
@@ -149,10 +149,10 @@ class Distillation:
         self.net, self.guide = (torch.compile(m) if self.compile else m for m in (self.student, self.teacher))
         tokens = torch.randint(0, self.c.vocab_size, (self.accum, self.batch, self.length + 1), generator=torch.Generator().manual_seed(0))
         self.micro = [(t[:, :-1], t[:, 1:]) for t in tokens]
-        self.objective = train.objective_of(self.args, self.c.vocab_size)
+        self.objective = objective_of(self.args, self.c.vocab_size)
 
     def step(self):
-        return train.take_step(self.clone, self.optimizer, self.net, self.guide, self.micro, self.objective, 1e-4, 1.0, self.place)
+        return train.take_step(self.clone, self.optimizer, self.net, self.guide, self.micro, self.objective, 1e-4, 1.0, self.place, [])[0]
 
     def plain(self):
         """The same micro-batches through peers.plain_step."""

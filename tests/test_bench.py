@@ -12,6 +12,7 @@ import peers
 from conftest import random_net
 from model import Config
 from teachers import PRESETS, Refusal
+from tasks import tasks_folder
 
 F64 = torch.float64
 
@@ -121,7 +122,7 @@ def test_bytes_of_bases_are_those_of_the_whole_model(capsys, tmp_path):
     assert text.count("\n| frozen bases of core") == 3 and "`python bench.py bases`" in text and torch.__version__ in text
 
 
-def test_bad_rows_are_refused_by_name(capsys):
+def test_bad_rows_are_refused_by_name_and_all_are_listed(capsys):
     for argv, says in ((["fast"], "no row 'fast'"), (["eval"], "--model FOLDER"), (["eval", "--model", "tiny"], "--local TASKS")):
         with pytest.raises(Refusal, match=says):
             bench.main(argv)
@@ -146,6 +147,13 @@ def test_the_memory_of_a_process_of_its_own_is_measured():
     assert 40e6 < bench.alone(hold, forty)[1] < 50e6
     with pytest.raises(Refusal, match="ended without an answer"):
         bench.alone(end, forty)
+
+
+@pytest.mark.slow
+def test_both_backends_answer_alike(cache, capsys):
+    """On the embedded teacher: the row refuses where an accuracy differs."""
+    bench.main(["eval", "--model", "tiny", "--local", str(tasks_folder(cache))])
+    assert "| eval.py / lm-eval's hf backend, 6 tasks, 40 documents each, the same accuracies |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

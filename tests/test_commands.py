@@ -104,6 +104,8 @@ def scaled(line):
         words = set_flags(words, {"--k": "5", "--draws": "2"})
     if script == "eval.py":
         words = set_flags(words, {"--seq-len": "16", "--tokens": "64"} if "--text" in words else {"--local": "TASKS", "--offline": None} if "--local" not in words else {})
+    if script == "bench.py":
+        words = ["bases"]
     if script == "reproduce.py":
         words = set_flags(words, {"--quick": None, "--processes": "1"})
     if script == "tests/engines.py":
@@ -382,11 +384,12 @@ def test_held_out_tokens_and_document_masks_by_hand(home, tmp_path, bare):
     assert figures == pytest.approx({name: value / 128 for name, value in nats.items()}, rel=1e-5) and figures["plain"] != figures["masked"]
 
 
-def test_implicit_bases_are_used_and_train_as_explicit_ones(home, tmp_path, bare, monkeypatch):
-    made, real = [], core.Implicit.__init__
-    monkeypatch.setattr(core.Implicit, "__init__", lambda self, *args: made.append(1) or real(self, *args))
-    rows = [steps_of(run(home, tmp_path / bases, "--bases", bases, "--steps", "4")) for bases in ("explicit", "implicit")]
-    assert len(made) == 6 and [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-4)
+@pytest.mark.parametrize("bases", ["compact", "implicit"])
+def test_other_bases_are_used_and_train_as_explicit_ones(home, tmp_path, bare, monkeypatch, bases):
+    made, real = [], core.Compact.__init__
+    monkeypatch.setattr(core.Compact, "__init__", lambda self, plain, W_T=None: made.append("compact" if W_T is None else "implicit") or real(self, plain, W_T))
+    rows = [steps_of(run(home, tmp_path / kind, "--bases", kind, "--steps", "4")) for kind in ("explicit", bases)]
+    assert made == 6 * [bases] and [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-4)
 
 
 def test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it(home, tmp_path, bare, monkeypatch):
@@ -621,6 +624,10 @@ def test_runs_that_stop_by_themselves_are_counted_at_the_end(tmp_path, monkeypat
 # ------------------------------------------------------------------------------- flags: that none is without a test
 
 EXERCISED = {  # command, flag -> the test that runs it so and sees the effect
+    "bench.py --list": "test_bench.py::test_bad_rows_are_refused_by_name_and_all_are_listed",
+    "bench.py --markdown": "test_bench.py::test_bytes_of_bases_are_those_of_the_whole_model",
+    "bench.py --model": "test_bench.py::test_both_backends_answer_alike",
+    "bench.py --local": "test_bench.py::test_both_backends_answer_alike",
     "train.py --stage": "test_train.py::test_pretraining_uses_the_shape_of_the_folder_and_no_teacher",
     "train.py --teacher": "test_train.py::test_a_run_leaves_what_the_readme_promises",
     "train.py --preset": "test_commands.py::test_the_papers_preset_fills_what_a_run_was_not_given",
@@ -630,7 +637,7 @@ EXERCISED = {  # command, flag -> the test that runs it so and sees the effect
     "train.py --without": "test_train.py::test_B20_without_takes_exactly_its_term_out_of_the_log_and_the_total",
     "train.py --init": "test_train.py::test_every_arm_recipe_and_start_runs_to_a_student_of_the_plain_shape",
     "train.py --coordinates": "test_train.py::test_every_arm_recipe_and_start_runs_to_a_student_of_the_plain_shape",
-    "train.py --bases": "test_commands.py::test_implicit_bases_are_used_and_train_as_explicit_ones",
+    "train.py --bases": "test_commands.py::test_other_bases_are_used_and_train_as_explicit_ones",
     "train.py --width": "test_commands.py::test_the_size_of_a_step_and_of_the_student",
     "train.py --data": "test_commands.py::test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it",
     "train.py --doc-mask": "test_commands.py::test_held_out_tokens_and_document_masks_by_hand",

@@ -14,8 +14,8 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from test_resume import little, same_end, timeless  # noqa: F401 (fixture)
-from test_train import bare, built, command, elsewhere, teacher_folder  # noqa: F401 (fixtures)
+from test_resume import same_end, timeless
+from test_train import built, command
 
 import data
 import distill
@@ -28,6 +28,7 @@ from model import Transformer
 from optimizer import make_optimizer, training_state
 from teachers import Refusal
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SIX = ["--steps", "6", "--save-every", "2", "--eval-every", "3"]
 
 
@@ -70,7 +71,7 @@ def consistent(out, clone, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, times, steps, flags", [(1, 60, 24, []), (2, 16, 10, ["--shard-optimizer"])])
-def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, world, times, steps, flags):  # noqa: F811
+def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, world, times, steps, flags):
     """SIGKILL up to 12 ms after a randomly chosen event: a step's row, a checkpoint's start, its files, its renaming, the merge, the student's folder."""
     rng = random.Random(1)
     more = ["--steps", str(steps), "--save-every", "1", "--eval-every", "10", "--keep", "2", "--mode", "core", *flags]
@@ -136,7 +137,7 @@ def send(number):
 
 
 @pytest.fixture(scope="module")
-def straight(little, tmp_path_factory):  # noqa: F811
+def straight(little, tmp_path_factory):
     """Six steps that nothing stopped."""
     folder = tmp_path_factory.mktemp("straight")
     codes, screens = ranks.run(command(little, folder / "run", *SIX), folder / "log")
@@ -156,7 +157,7 @@ def said(screen):
     (signal.SIGTERM, distill, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
     (signal.SIGTERM, runs, "save_checkpoint", 1, 3),    # that of step 2
     (signal.SIGTERM, runs, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
-def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, number, module, name, count, last):  # noqa: F811
+def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, number, module, name, count, last):
     out = tmp_path / "run"
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: at(count, module, name, send(number)))
     assert codes == [128 + number]
@@ -171,7 +172,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, 
     (signal.SIGINT, [(data.Tokens, "batch", 3), (lrc.Clone, "pull_back", 3)], 2),   # the second Ctrl-C comes within the step
     (signal.SIGTERM, [(lrc, "calibrate", 1)], None), (signal.SIGINT, [(distill, "evaluate", 2)], None),
     (signal.SIGTERM, [(merge, "swap", 1)], 6)])
-def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stops_at_once(little, straight, tmp_path, number, hooks, last):  # noqa: F811
+def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stops_at_once(little, straight, tmp_path, number, hooks, last):
     out = tmp_path / "run"
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: [at(count, module, name, send(number)) for module, name, count in hooks])
     assert codes == [128 + number] and not (out / "student").exists()
@@ -187,7 +188,7 @@ def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stop
     assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()}
 
 
-def test_a_signal_to_one_rank_stops_both_after_the_same_step(little, tmp_path):  # noqa: F811
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(little, tmp_path):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX), tmp_path / "log", 2, lambda rank: at(3, data.Tokens, "batch", send(signal.SIGTERM)) if rank else None)
     assert codes == [143, 143], screens
@@ -195,14 +196,14 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(little, tmp_path): 
     assert len(said(screens[0])) == 1 and screens[1] == ""
 
 
-def test_a_rank_that_is_gone_is_one_line_of_the_others(little, tmp_path):  # noqa: F811
+def test_a_rank_that_is_gone_is_one_line_of_the_others(little, tmp_path):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX), tmp_path / "log", 2, lambda rank: at(4, data.Tokens, "batch", send(signal.SIGKILL)) if rank else None)
     assert codes == [1, -signal.SIGKILL] and checkpoints(out) == ["step-0000002"]
     assert len(said(screens[0])) == 1 and screens[0].splitlines()[-1].startswith("error: rank 0 lost the other ranks")
 
 
-def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):  # noqa: F811
+def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):
     """A shell's background job, or a worker of reproduce.py: Ctrl-C is for somebody else."""
     def deaf(rank):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -216,7 +217,7 @@ def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_torchrun_hands_sigterm_on_and_the_run_goes_on_from_where_it_was(little, tmp_path):  # noqa: F811
+def test_torchrun_hands_sigterm_on_and_the_run_goes_on_from_where_it_was(little, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ranks.ROOT / "train.py")]
     more = ["--steps", "400", "--save-every", "400", "--eval-every", "400"]
     codes, screens = ranks.run(command(little, tmp_path / "straight", *more), tmp_path / "log", 2)
@@ -246,7 +247,7 @@ def full(limit):
     (runs, "append_metrics", 6, -1, "metrics.jsonl", ["step-0000002"]),     # a row that is torn
     (merge, "export", 1, 4096, "student", ["step-0000006"]),
     (runs, "draw_curves", 1, 20_000, "curves.png", ["step-0000006"])])
-def test_a_full_disk_is_one_line_and_what_was_saved_goes_on(little, straight, tmp_path, module, name, count, limit, what, left):  # noqa: F811
+def test_a_full_disk_is_one_line_and_what_was_saved_goes_on(little, straight, tmp_path, module, name, count, limit, what, left):
     out = tmp_path / "run"
     act = lambda: full(limit if limit > 0 else (out / "metrics.jsonl").stat().st_size + 30)
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: at(count, module, name, act))
@@ -257,7 +258,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_goes_on(little, straight, tm
     assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()}
 
 
-def test_a_full_disk_at_the_start_leaves_a_folder_that_can_begin_again(little, straight, tmp_path):  # noqa: F811
+def test_a_full_disk_at_the_start_leaves_a_folder_that_can_begin_again(little, straight, tmp_path):
     out = tmp_path / "run"
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: at(1, runs, "start", lambda: full(20_000)))
     assert codes == [1] and screen.splitlines()[-1].startswith(f"error: {out}: cannot be written (") and "Traceback" not in screen
@@ -265,7 +266,7 @@ def test_a_full_disk_at_the_start_leaves_a_folder_that_can_begin_again(little, s
     same_end(straight, out)
 
 
-def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tmp_path):  # noqa: F811
+def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tmp_path):
     """The real thing, ENOSPC: a mount with room for one and a half."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -288,7 +289,7 @@ def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tm
 
 
 @pytest.fixture(scope="module")
-def all_kept(little, tmp_path_factory):  # noqa: F811
+def all_kept(little, tmp_path_factory):
     out = tmp_path_factory.mktemp("kept") / "run"
     codes, screens = ranks.run(command(little, out, *SIX, "--save-every", "1", "--keep", "9"), out.parent / "log")
     assert codes == [0], screens
@@ -306,7 +307,7 @@ def blank(file):
 
 @pytest.mark.parametrize("file", ["state.safetensors", "student.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", [Path.unlink, cut, blank])
-def test_an_incomplete_checkpoint_is_named_and_the_one_before_it_taken(all_kept, tmp_path, bare, capsys, damage, file):  # noqa: F811
+def test_an_incomplete_checkpoint_is_named_and_the_one_before_it_taken(all_kept, tmp_path, bare, capsys, damage, file):
     out = tmp_path / "run"
     shutil.copytree(all_kept, out)
     for folder in ("step-0000006", "step-0000005"):
@@ -320,7 +321,7 @@ def test_an_incomplete_checkpoint_is_named_and_the_one_before_it_taken(all_kept,
     assert checkpoints(out) == ["step-0000005", "step-0000006"]
 
 
-def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare, capsys):  # noqa: F811
+def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare, capsys):
     out = tmp_path / "run"
     shutil.copytree(all_kept, out)
     shutil.rmtree(out / "checkpoint" / "step-0000006")
@@ -330,7 +331,7 @@ def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare,
     same_end(all_kept, out)
 
 
-def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, straight, tmp_path, bare):  # noqa: F811
+def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, straight, tmp_path, bare):
     out = tmp_path / "run"
     shutil.copytree(straight, out)
     cut(out / "checkpoint" / "step-0000006" / "state.safetensors")
@@ -344,7 +345,7 @@ def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, strai
 
 
 @pytest.mark.parametrize("keep, left", [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
-def test_the_newest_checkpoints_are_kept(little, tmp_path, bare, keep, left):  # noqa: F811
+def test_the_newest_checkpoints_are_kept(little, tmp_path, bare, keep, left):
     train.main(command(little, tmp_path / "run", *SIX, "--keep", str(keep)))
     assert checkpoints(tmp_path / "run") == [f"step-{k:07d}" for k in left] and runs.newest_checkpoint(tmp_path / "run").name == "step-0000006"
 
@@ -360,7 +361,7 @@ def test_what_claims_a_later_step_than_the_one_written_never_crowds_it_out(tmp_p
 # --------------------------------------------------------------------------------------- who may write
 
 
-def test_rank_1_writes_nothing_and_says_nothing(little, tmp_path):  # noqa: F811
+def test_rank_1_writes_nothing_and_says_nothing(little, tmp_path):
     """Python's own audit events: every opening for writing, making, renaming and removing of a file in the process of rank 1."""
     out = tmp_path / "run"
 

@@ -3,7 +3,6 @@
 A4 or B38 in the name of a test, here or elsewhere, is the number of its case.
 """
 import ast
-import hashlib
 import json
 import math
 import os
@@ -33,7 +32,7 @@ import plan
 import runs
 import train
 from conftest import SHAPE, random_net
-from distill import IGNORE, HeadLoss, Objective, evaluate, kl_rows, losses
+from distill import HeadLoss, Objective, evaluate, kl_rows, losses
 from model import Config, Transformer, rope_frequencies
 from teachers import PRESETS, Refusal
 from tokenizer import Tokenizer
@@ -137,8 +136,8 @@ def test_A1_the_listed_values_in_forty_decimal_digits():
         exact = float(T * T * sum(p * (p / q).ln() for p, q in zip(softmax((2, 0, -1)), softmax((0, 1, 0)))))
         assert exact == pytest.approx(listed, rel=within)
         t, z = torch.tensor([[2.0, 0, -1]]), torch.tensor([[0.0, 1, 0]])
-        assert T * T * kl_rows(t.double(), z.double(), T)[0].item() == pytest.approx(exact, rel=1e-11)
-        assert T * T * kl_rows(t, z, T)[0].item() == pytest.approx(exact, rel=2e-6)
+        assert T * T * kl_rows(t.double() / T, z.double() / T)[0].item() == pytest.approx(exact, rel=1e-11)
+        assert T * T * kl_rows(t / T, z / T)[0].item() == pytest.approx(exact, rel=2e-6)
 
 
 @pytest.mark.parametrize("T", [1.0, 2.0, 40.0])

@@ -9,35 +9,16 @@ import ranks
 import torch
 from conftest import random_net
 from safetensors.torch import load_file
-from test_train import SMALL, bare, command, elsewhere, teacher_folder  # noqa: F401 (fixtures)
+from test_train import command
 
 import data
 import runs
 import train
-from prepare import held_out
 from teachers import Refusal
 
 STEPS, ACCUM, BATCH = 6, 2, 2
+pytestmark = pytest.mark.usefixtures("elsewhere")
 EVERY = ["--accum", str(ACCUM), "--batch-size", str(BATCH), "--steps", str(STEPS), "--save-every", "1", "--keep", str(STEPS), "--eval-every", "2"]
-
-
-@pytest.fixture(scope="module")
-def little(teacher_folder, tmp_path_factory):  # noqa: F811
-    """The teacher with a text so short that 6 steps on one rank go through it more than twice; chats; and a mixture of two texts."""
-    folder = tmp_path_factory.mktemp("little")
-    for file in teacher_folder.iterdir():
-        if file.name != "text.jsonl":
-            shutil.copy(file, folder)
-    rows = [json.dumps({"id": f"d{i}", "text": f"def f{i}(x):\n    return x * {i}\n" * 2}) + "\n" for i in range(40)]
-    seen, kept = ([row for i, row in enumerate(rows) if held_out(f"d{i}") == held] for held in (False, True))
-    (folder / "text.jsonl").write_text("".join(seen[:12] + kept))
-    chat = [json.dumps({"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i * i}"}]}) + "\n" for i in range(20)]
-    (folder / "chats.jsonl").write_text("".join(chat))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
-    for name, part in (("a", seen[:6] + kept), ("b", seen[6:] + kept)):
-        (folder / f"{name}.jsonl").write_text("".join(part))
-        data.main(["prepare", str(folder / f"{name}.jsonl"), "--tokenizer", str(folder), "--out", str(folder / name)])
-    return folder
 
 
 def timeless(out):
@@ -64,7 +45,7 @@ def same_end(one, two):
     "--mode lrc --weight-decay 0.1", "--mode dense --schedule cosine", "--mode core", "--mode random", "--mode slice", "--mode scratch", "--bases implicit",
     "--coordinates teacher", "--mode lrc --recipe clone --init random --coordinates teacher", "--recipe gpd", "--doc-mask --data {f}/a=3,{f}/b=1", "--checkpointing",
     "--stage pretrain --width 0", "--stage sft --init {f} --width 0 --data {f}/chats.jsonl"])
-def test_resume_is_exact_from_every_kind_of_step(little, tmp_path, flags, bare, monkeypatch):  # noqa: F811
+def test_resume_is_exact_from_every_kind_of_step(little, tmp_path, flags, bare, monkeypatch):
     """From a step with an evaluation and from one without, over the end of an epoch."""
     flags = flags.format(f=little).split()
     argv = command(little, tmp_path / "straight", *EVERY, *flags)
@@ -115,7 +96,7 @@ def hub(little, tmp_path, monkeypatch):
     return SimpleNamespace(asked=asked, main=main)
 
 
-def test_a_resumed_run_takes_the_commit_that_it_began_with(little, hub, tmp_path, bare):  # noqa: F811
+def test_a_resumed_run_takes_the_commit_that_it_began_with(little, hub, tmp_path, bare):
     out = tmp_path / "run"
     train.main(["--teacher", "owner/name", *command(little, out, *EVERY)[2:]])
     record = json.loads((out / "config.json").read_text())
@@ -133,7 +114,7 @@ def test_a_resumed_run_takes_the_commit_that_it_began_with(little, hub, tmp_path
         train.main(["--resume", "--out", str(out)])
 
 
-def test_a_token_is_in_no_file_and_on_no_screen(little, hub, tmp_path, monkeypatch, capfd, bare):  # noqa: F811
+def test_a_token_is_in_no_file_and_on_no_screen(little, hub, tmp_path, monkeypatch, capfd, bare):
     token = "hf_" + "Secret" * 5
     monkeypatch.setenv("HF_TOKEN", token)
     train.main(["--teacher", "owner/name", *command(little, tmp_path / "run", *EVERY)[2:]])
@@ -147,7 +128,7 @@ def test_a_token_is_in_no_file_and_on_no_screen(little, hub, tmp_path, monkeypat
     assert len(files) > 10 and not any(token.encode() in p.read_bytes() for p in files)
 
 
-def test_a_run_folder_in_use_is_refused_to_a_resume_too_and_stays_as_it_is(little, tmp_path, bare):  # noqa: F811
+def test_a_run_folder_in_use_is_refused_to_a_resume_too_and_stays_as_it_is(little, tmp_path, bare):
     out = tmp_path / "run"
     train.main(command(little, out, *EVERY))
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}

@@ -23,13 +23,6 @@ from tasks import tasks_folder
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def cache():
-    folder = Path(os.environ.get("LRC_TEST_CACHE", Path.home() / ".cache" / "lrc-tests"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def all_cores():
     torch.set_num_threads(os.cpu_count())

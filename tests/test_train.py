@@ -26,17 +26,7 @@ from teachers import Refusal
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--width", "12", "--batch-size", "2", "--seq-len", "16", "--steps", "6", "--lr", "1e-3", "--calibration-tokens", "512",
          "--eval-every", "3", "--save-every", "3", "--eval-tokens", "128"]
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    """A random 2-layer Llama with tiny's tokenizer, and a text for it."""
-    folder = tmp_path_factory.mktemp("teacher")
-    random_net(vocab_size=2048).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(ROOT / "tiny" / name, folder / name)
-    (folder / "text.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": f"def f{i}(x):\n    return x * {i} + {i * i}\n" * 4}) + "\n" for i in range(200)))
-    return folder
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def command(folder, out, *more):
@@ -46,18 +36,6 @@ def command(folder, out, *more):
 def run(folder, out, *more):
     train.main(command(folder, out, *more))
     return Path(out)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def bare(monkeypatch):
-    """A run without its curves and samples."""
-    monkeypatch.setattr(runs, "draw_curves", lambda run: None)
-    monkeypatch.setattr(train, "sample", lambda *args: "")
 
 
 def test_a_run_leaves_what_the_readme_promises(teacher_folder, tmp_path, capsys):

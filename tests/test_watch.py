@@ -8,8 +8,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from test_resume import little, timeless  # noqa: F401 (fixture)
-from test_train import bare, command, elsewhere, teacher_folder  # noqa: F401 (fixtures)
+from test_resume import timeless
+from test_train import command
 
 import lrc
 import runs
@@ -18,6 +18,7 @@ import watch
 from model import Transformer
 from teachers import Refusal
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 NAN = float("nan")
 SIX = ["--steps", "6", "--save-every", "1", "--keep", "9", "--eval-every", "6"]
 
@@ -45,7 +46,7 @@ def test_what_is_recalled_is_the_last_fifty_training_steps():
     assert [watch.skipped(watch.recall(rows, k)) for k in (6, 7, 8)] == [0, 1, 0] and watch.skipped(watch.recall([], 0)) == 0
 
 
-def test_a_jump_of_the_loss_is_logged_and_a_resumed_run_logs_it_too(little, tmp_path, bare, capsys, monkeypatch):  # noqa: F811
+def test_a_jump_of_the_loss_is_logged_and_a_resumed_run_logs_it_too(little, tmp_path, bare, capsys, monkeypatch):
     """One update at 2000 times the rate; the figure is checked against the rows of the log."""
     usual = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda args, step: usual(args, step) * (2000 if step == 30 else 1))
@@ -140,7 +141,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("place", FAULTS)
-def test_what_is_not_finite_stops_the_run_by_step_term_and_place(little, tmp_path, bare, monkeypatch, place):  # noqa: F811
+def test_what_is_not_finite_stops_the_run_by_step_term_and_place(little, tmp_path, bare, monkeypatch, place):
     fault, terms = FAULTS[place]
     poison(monkeypatch, fault)
     out = tmp_path / "run"
@@ -155,7 +156,7 @@ def test_what_is_not_finite_stops_the_run_by_step_term_and_place(little, tmp_pat
     assert runs.newest_checkpoint(out).name == "step-0000003" and [row["step"] for row in runs.read_metrics(out) if "loss" in row] == [1, 2, 3]
 
 
-def test_a_skipped_step_leaves_every_bit_and_is_logged(little, tmp_path, bare, monkeypatch, capsys):  # noqa: F811
+def test_a_skipped_step_leaves_every_bit_and_is_logged(little, tmp_path, bare, monkeypatch, capsys):
     poison(monkeypatch, FAULTS["gradient of layers.1.mlp.up_proj.weight"][0], steps=(4, 5))
     out = tmp_path / "run"
     train.main(command(little, out, *SIX, "--non-finite", "skip"))
@@ -172,7 +173,7 @@ def test_a_skipped_step_leaves_every_bit_and_is_logged(little, tmp_path, bare, m
     assert capsys.readouterr().out.count("skipped: ") == 2
 
 
-def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_path, bare, monkeypatch):  # noqa: F811
+def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_path, bare, monkeypatch):
     more = ["--steps", "20", "--save-every", "1", "--keep", "99", "--eval-every", "20", "--non-finite", "skip"]
     fault = FAULTS["gradient of layers.0.self_attn.v_proj.weight"][0]
     with monkeypatch.context() as patch:
@@ -188,7 +189,7 @@ def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_
         train.main(["--resume", "--out", str(tmp_path / "run")])
 
 
-def test_a_step_waits_for_the_device_once(little, tmp_path, bare, monkeypatch):  # noqa: F811
+def test_a_step_waits_for_the_device_once(little, tmp_path, bare, monkeypatch):
     """Every way of a tensor to become a Python number, counted within one step, with two micro-batches: those that are on the CPU anyway (the counts of
     targets) aside, one."""
     waits, real = [], train.take_step
@@ -264,7 +265,7 @@ def drifting(rank):
 
 @pytest.mark.parametrize("hook, words, saved", [(other_teacher, "at the start: the ranks have drifted apart: the teacher's layers.1.mlp.down_proj.weight", None),
                                                 (drifting, "after step 4: the ranks have drifted apart: layers.", 3)])
-def test_ranks_that_differ_stop_by_name(little, tmp_path, hook, words, saved):  # noqa: F811
+def test_ranks_that_differ_stop_by_name(little, tmp_path, hook, words, saved):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX, "--check-ranks", "2"), tmp_path / "log", 2, hook)
     error = screens[0].splitlines()[-1]
@@ -287,7 +288,7 @@ def one_rank_nan(rank):
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_fault_of_one_rank_stops_or_skips_on_both_and_is_named(little, tmp_path, policy):  # noqa: F811
+def test_a_fault_of_one_rank_stops_or_skips_on_both_and_is_named(little, tmp_path, policy):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX, "--non-finite", policy, "--check-ranks", "1"), tmp_path / "log", 2, one_rank_nan)
     assert "first bad: student's layers.0 up, gradient of norm.weight, seen on rank 1" in screens[0] and screens[1] == ""
@@ -311,19 +312,19 @@ def unequal(rank):
 
 
 @pytest.mark.parametrize("flags", ["--mode core", "--mode random --init orthonormal"])
-def test_every_rank_comes_to_the_same_start_by_itself(little, tmp_path, flags):  # noqa: F811
+def test_every_rank_comes_to_the_same_start_by_itself(little, tmp_path, flags):
     more = [*SIX, "--steps", "1", *flags.split()]
     codes, screens = ranks.run(command(little, tmp_path / "run", *more), tmp_path / "log", 2, unshared)
     assert codes == [0, 0], screens
 
 
-def test_a_start_of_other_text_would_have_been_seen(little, tmp_path):  # noqa: F811
+def test_a_start_of_other_text_would_have_been_seen(little, tmp_path):
     codes, screens = ranks.run(command(little, tmp_path / "run", *SIX, "--steps", "1"), tmp_path / "log", 2, unequal)
     assert codes == [1, 1] and "at the start: the ranks have drifted apart" in screens[0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_same_command_twice_writes_the_same_metrics(little, tmp_path, world):  # noqa: F811
+def test_the_same_command_twice_writes_the_same_metrics(little, tmp_path, world):
     for name in ("one", "two"):
         codes, screens = ranks.run(command(little, tmp_path / name, *SIX), tmp_path / "log", world)
         assert codes == [0] * world, screens
@@ -341,7 +342,7 @@ def test_flags_that_cannot_be_meant(flags, words):
         train.parse(flags)
 
 
-def test_the_watch_may_change_on_a_resume(little, tmp_path, bare, monkeypatch):  # noqa: F811
+def test_the_watch_may_change_on_a_resume(little, tmp_path, bare, monkeypatch):
     out = tmp_path / "run"
     train.main(command(little, out, *SIX))
     train.main(["--resume", "--out", str(out), "--keep", "2", "--non-finite", "skip"])
