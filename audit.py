@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import neurons
@@ -29,7 +28,7 @@ import plan
 from data import Tokens
 from distill import evaluate
 from lrc import span
-from model import Config, Transformer, tensor_files
+from model import Config, Transformer, checked, opened, tensor_files
 from prepare import prepare
 from runs import TOKENIZER_FILES
 from teachers import Refusal, read_json, resolve
@@ -46,16 +45,7 @@ class Weights:
         self.config = Config.from_hf(read_json(self.folder / "config.json"), str(self.folder / "config.json"))
         self.place = {}
         for file, keys in tensor_files(self.folder).items():
-            keys = keys if keys is not None else self.read(file, lambda opened: list(opened.keys()))
-            self.place |= {key.removeprefix("model."): (file, key) for key in keys}
-
-    @staticmethod
-    def read(file: Path, what):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return what(opened)
-        except (SafetensorError, OSError) as error:
-            raise Refusal(f"{file}: cannot be read as safetensors ({error}); fetch the file again") from None
+            self.place |= {name: (file, key) for name, key in keys.items()}
 
     def mlp(self, layer: int, kind: str) -> Tensor:
         """gate, up (d_ff, width) or down, turned to (d_ff, width) too: its row space is what is inherited."""
@@ -63,9 +53,9 @@ class Weights:
         if name not in self.place:
             raise Refusal(f"{self.folder}: tensor {name} is missing")
         file, key = self.place[name]
-        W = self.read(file, lambda opened: opened.get_tensor(key)).double()
-        if not torch.isfinite(W).all():
-            raise Refusal(f"{self.folder}: {name} holds NaN or infinity")
+        shape = self.config.intermediate_size, self.config.hidden_size
+        with opened(file) as tensors:
+            W = checked(tensors.get_tensor(key), key, torch.empty(shape[::-1] if kind == "down" else shape, device="meta"), file, self.config, torch.float64)
         return W.T if kind == "down" else W
 
 

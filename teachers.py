@@ -124,8 +124,13 @@ def cached(repo: str, revision: str | None, files: list[str], refusal: str) -> t
 def write_whole(path: Path, text: str) -> None:
     """The file appears whole or not at all: it is written beside its place and renamed into it."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written ({error.strerror or error}); make room, or write to another place") from None
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:
@@ -133,7 +138,7 @@ def read_json(path: Path) -> dict:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); is the folder the one you mean?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, brackets without end
         raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(read, dict):
         raise Refusal(f"{path}: holds a JSON {type(read).__name__}, not an object; fetch the file again")
