@@ -75,6 +75,8 @@ def resolve(teacher: str, revision: str | None = None, files: list[str] = WANTED
         return HERE / "tiny", "tiny (in this repository)"
     if preset is None and teacher and Path(teacher).is_dir():
         return Path(teacher), f"{Path(teacher).resolve().name} (local folder)"
+    if preset is None and teacher and Path(teacher).exists():
+        raise Refusal(f"teacher {teacher!r} is a file: give the folder that it lies in")
     repo = preset["hub"] if preset else teacher
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
         raise Refusal(f"teacher {teacher!r} is neither a folder, a hub id (owner/name) nor a preset: {', '.join(PRESETS)}")
@@ -87,7 +89,7 @@ def download(repo: str, revision: str | None, files: list[str]) -> tuple[Path, s
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     page = f"https://huggingface.co/{repo}"
-    instead = "or pass a local folder: --teacher FOLDER"
+    instead = f"or pass a local folder: --teacher FOLDER (there is none here called {repo})"
     try:  # one short call names what is wrong (and the commit) before any large file moves
         commit = HfApi().model_info(repo, revision=revision, timeout=8).sha
         return Path(snapshot_download(repo, revision=commit, allow_patterns=files)), f"{repo}@{commit}"
@@ -131,6 +133,14 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(f"{path}: cannot be written ({error.strerror or error}); make room, or write to another place") from None
     finally:
         beside.unlink(missing_ok=True)
+
+
+def plain(error: BaseException) -> str:
+    """What an exception says, in one line and without secrets: the hub's libraries may put a token, or an address that carries one, in it."""
+    text = " ".join(str(error).split())
+    for token in filter(None, map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))):
+        text = text.replace(token, "...")
+    return re.sub(r"\bhf_\w+|(?<=://)[^\s/@]+@|(?<=\?)[^\s'\")]+|(?<=[Bb]earer )\S+", "...", text)
 
 
 def read_json(path: Path) -> dict:
