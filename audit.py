@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -155,7 +156,7 @@ def ablate(teacher: str, student: str, layers: range, kinds: tuple[str, ...] = K
 def layer_range(text: str, count: int) -> range:
     """"all", "3" or "0-2" (both ends in) -> the layers."""
     first, _, last = ("0", "-", str(count - 1)) if text == "all" else text.partition("-")
-    if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first) < count):
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < count):
         raise Refusal(f"--layers {text}: write all, one layer (3) or a range (0-2), within 0 to {count - 1}")
     return range(int(first), int(last or first) + 1)
 
@@ -216,13 +217,14 @@ def held_out_text(args, folder: Path, config: Config):
     if not 1 <= args.seq_len <= config.max_position_embeddings or args.tokens < 1:
         raise Refusal(f"--seq-len {args.seq_len}, --tokens {args.tokens}: at least 1, and a window within the model's {config.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
+    tokenizer.must_fit(config.vocab_size)
     held = Tokens(prepare(args.text, tokenizer, quiet=True), "val", args.seq_len, tokenizer)
     return tokenizer, lambda: held.spread(max(1, args.tokens // args.seq_len), max(1, 2048 // args.seq_len))
 
 
 def reach_command(args) -> None:
     theirs = plan.shape_of(args.teacher, None)
-    if (args.student is None) == (args.width is None):
+    if bool(args.student) == (args.width is not None):
         raise Refusal("reach: name a student's folder, or give --width")
     if args.width is not None:
         plan.check_width(theirs, args.width)
@@ -258,10 +260,15 @@ def remove_command(args) -> None:
         net = ablate(args.teacher, args.student, layers, kinds, args.scale)
         line(f"{'+'.join(kinds)}, layers {text}", net)
     if args.out:
-        net.save_pretrained(args.out)
-        for name in TOKENIZER_FILES:
-            if (ours.folder / name).exists():
-                shutil.copyfile(ours.folder / name, args.out / name)
+        making = args.out.with_name(f"{args.out.name}.{os.getpid()}.tmp")
+        try:
+            net.save_pretrained(making)
+            for name in TOKENIZER_FILES:
+                if (ours.folder / name).exists():
+                    shutil.copyfile(ours.folder / name, making / name)
+            os.rename(making, args.out)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
 
 
 def rank_command(args) -> None:
@@ -287,10 +294,11 @@ def spectrum_command(args) -> None:
 
 def neurons_command(args) -> None:
     theirs, ours = pair(args.teacher, args.student, text=True)
+    Tokenizer(theirs.folder).must_fit(min(theirs.config.vocab_size, ours.config.vocab_size))
     most = ours.config.num_hidden_layers * ours.config.intermediate_size // 2
     if not 1 <= args.k <= most or args.draws < 2:
         raise Refusal(f"--k {args.k}, --draws {args.draws}: 1 to {most} neurons (half of all), and at least 2 draws")
-    questions = neurons.read_cloze(args.cloze, Tokenizer(theirs.folder))
+    questions = neurons.read_cloze(args.cloze, Tokenizer(theirs.folder), ours.config.max_position_embeddings)
     print(neurons.table(*(Transformer.from_pretrained(one.folder) for one in (theirs, ours)), questions, args.k, args.draws))
 
 
@@ -328,6 +336,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
+    picture = getattr(args, "picture", None)
+    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise Refusal(f"--picture {picture}: a name that ends in .png, .svg or .pdf")
     args.run(args)
 
 

@@ -76,7 +76,7 @@ def renderer_of(folder: Path, now: datetime) -> Callable[[list[dict], bool], str
 
 @contextlib.contextmanager
 def bounded():
-    """What is done inside gets SECONDS (in the main thread) and ROOM bytes more than there are now (on Linux), or an exception."""
+    """What is done inside gets SECONDS (in the main thread) and ROOM bytes more than there are now (on Linux), or ends in an exception."""
     def stop(*_):
         raise TemplateError(f"it does not end within {SECONDS} s")
     with contextlib.ExitStack() as after:
@@ -117,11 +117,7 @@ def renderer(template: str, tokens: dict[str, str], now: datetime) -> Callable[[
     # {% generation %}, with which some templates mark the answer for transformers, says nothing new here: a plain scope in its place
     with bounded():
         compiled = sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})", r"\1with\2", template))
-
-    def render(messages, opened):
-        with bounded():
-            return compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=opened, **tokens)
-    return render
+    return lambda messages, opened: compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=opened, **tokens)
 
 
 def encode(messages: list[dict], render: Callable[[list[dict], bool], str], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -132,14 +128,15 @@ def encode(messages: list[dict], render: Callable[[list[dict], bool], str], toke
     plain = lambda text: tokenizer.encode(text.replace(GUARD, ""))
     guarded = [m | {"content": re.sub(f"(?={names})", GUARD, re.sub("[\ud800-\udfff]", "\ufffd", m["content"]))} for m in messages]
 
-    whole, answers = render(guarded, False), []  # answers: (begin, end) in the characters of whole
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt, through = render(guarded[:i], True), render(guarded[:i + 1], False)
-            if not through.startswith(prompt) or not whole.startswith(through):
-                raise ValueError(f"message {i + 1} does not continue what the template wrote before it")
-            end = turn_end.search(through, len(prompt))
-            answers.append((len(prompt), end.end() if end else len(through)))
+    with bounded():
+        whole, answers = render(guarded, False), []  # answers: (begin, end) in the characters of whole
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt, through = render(guarded[:i], True), render(guarded[:i + 1], False)
+                if not through.startswith(prompt) or not whole.startswith(through):
+                    raise ValueError(f"message {i + 1} does not continue what the template wrote before it")
+                end = turn_end.search(through, len(prompt))
+                answers.append((len(prompt), end.end() if end else len(through)))
 
     ids, mask, place = [], [], 0
     for k, piece in enumerate(control.split(whole)):  # text, control token, text, ..., text

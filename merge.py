@@ -30,8 +30,15 @@ def deployed(run: Path) -> tuple[dict, dict, Transformer]:
         raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
     folder, state = runs.find_checkpoint(run)
-    student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
-    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), runs.read_tensors(folder / "student.safetensors"))
+    if not (isinstance(record.get("student"), dict) and isinstance(record.get("args"), dict) and isinstance(record.get("data"), dict)):
+        raise Refusal(f"{run / 'config.json'}: not that of a run (no args, data and student in it)")
+    config, tensors = Config.from_hf(record["student"], f"{run / 'config.json'}: student"), runs.read_tensors(folder / "student.safetensors")
+    with torch.device("meta"):
+        asked = sum(p.numel() for p in Transformer(config).parameters())
+    if asked > 2 * (held := sum(t.numel() for t in tensors.values())):  # before memory is taken for it; small differences are told by name below
+        raise Refusal(f"{run / 'config.json'}: its student has {asked:,} numbers, the checkpoint {held:,}")
+    student = Transformer(config)
+    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), tensors)
     return record, state, student
 
 
@@ -44,7 +51,7 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     out = (Path(out) if out else run / "student").resolve()
     if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
         raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
-    if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8"):
+    if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8", errors="replace"):
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     record, state, student = deployed(run)
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")

@@ -126,10 +126,13 @@ def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]
 
 @contextlib.contextmanager
 def open_binary(path: str) -> Iterator[BinaryIO]:
-    """The file, local or on the hub; whatever goes wrong on the way to the hub is an OSError that says what to do."""
+    """The file, local or on the hub; whatever goes wrong in reading is an OSError that names it and says what to do."""
     if not path.startswith("hub://"):
-        with open(path, "rb") as file:
-            yield file
+        try:
+            with open(path, "rb") as file:
+                yield file
+        except OSError as error:
+            raise OSError(f"{path}: cannot be read ({error.strerror or error}); mend or leave out this file") from None
         return
     from huggingface_hub import HfFileSystem
     try:

@@ -266,9 +266,9 @@ def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_pat
     from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
     tokenizer = Tokenizer(ROOT / "tiny")
-    plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer)
+    plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer, 99)
     tokenizer.bos = 7
-    assert neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer) == [([7, *prompt], answer) for prompt, answer in plain]
+    assert neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer, 99) == [([7, *prompt], answer) for prompt, answer in plain]
 
 
 @pytest.mark.parametrize("line, word", [("{", "line 1"), ('{"prompt": "x"}', "line 1"), ('{"prompt": "", "answer": "x"}', "where a token ends"),
@@ -277,7 +277,7 @@ def test_cloze_files_are_checked(tmp_path, line, word):
     from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text(line + "\n" if line else "")
     with pytest.raises(Refusal, match=word):
-        neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))
+        neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"), 99)
 
 
 PEAK = """
