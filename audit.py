@@ -337,8 +337,8 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     picture = getattr(args, "picture", None)
-    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
-        raise Refusal(f"--picture {picture}: a name that ends in .png, .svg or .pdf")
+    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or not picture.parent.is_dir()):
+        raise Refusal(f"--picture {picture}: a name that ends in .png, .svg or .pdf, in a folder that exists")
     args.run(args)
 
 

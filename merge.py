@@ -51,7 +51,8 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     out = (Path(out) if out else run / "student").resolve()
     if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
         raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
-    if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8", errors="replace"):
+    ours = (out / "README.md").is_file() and "low-rank clone distillation" in (out / "README.md").read_text(encoding="utf-8", errors="replace")
+    if out.exists() and any(out.iterdir()) and not ours:
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     record, state, student = deployed(run)
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
@@ -73,12 +74,11 @@ def export_gguf(source: Path, out: Path | None = None, dtype: torch.dtype = torc
     exported = (source / "model.safetensors").exists() or (source / "model.safetensors.index.json").exists()
     default = source.resolve().with_name(f"{source.resolve().name}.gguf") if exported else source / "student.gguf"
     out = Path(out) / default.name if out and Path(out).is_dir() else Path(out or default)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.exists() and out.open("rb").read(4) != b"GGUF":
         raise Refusal(f"{out}: exists and is no GGUF file; choose another --out")
-    if exported:
-        return write_gguf(Transformer.from_pretrained(source), source, out, dtype)
-    return write_gguf(deployed(source)[2], source / "tokenizer", out, dtype)
+    net, tokenizer = (Transformer.from_pretrained(source), source) if exported else (deployed(source)[2], source / "tokenizer")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return write_gguf(net, tokenizer, out, dtype)
 
 
 def swap(making: Path, out: Path) -> None:

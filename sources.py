@@ -18,7 +18,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
@@ -78,7 +78,7 @@ def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = Fa
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        found = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts) and ".py" in kinds]
+        found, others = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts) and ".py" in kinds], ""
     else:
         root = Path(source)
         if not root.exists():
@@ -86,18 +86,18 @@ def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = Fa
         every = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
         found = [*{p.resolve(): p for p in reversed(every) if p.suffix.lower() in kinds}.values()]  # a file and a link to it are one
         root = root.parent if root.is_file() else root
-        if tell and found:
-            tell_left_out(source, [p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds], kinds)
+        others = counted(p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds)
     if not found:
-        raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it")
+        raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it" + f", but {others}; unpack or convert what is text" * bool(others))
+    if tell and others:
+        print(f"data {source!r}: left out {others}; read are {', '.join(kinds)}", file=sys.stderr)
     return sorted((p.relative_to(root).as_posix(), str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found)
 
 
-def tell_left_out(source: str, names: list[str], kinds: tuple[str, ...]) -> None:
-    """One line for the files of a source that are not read; hidden ones need none."""
-    others = Counter(PurePath(name).suffix.lower() or "without a suffix" for name in names if not any(part.startswith(".") for part in PurePath(name).parts))
-    if others:
-        print(f"data {source!r}: left out {', '.join(f'{count:,} {kind}' for kind, count in others.most_common(8))}; read are {', '.join(kinds)}", file=sys.stderr)
+def counted(names: Iterable[str]) -> str:
+    """Files by kind, for a line about those that are not read: "3 .gz, 1 .csv". Hidden ones need no word."""
+    kinds = Counter(PurePath(name).suffix.lower() or "without a suffix" for name in names if not any(part.startswith(".") for part in PurePath(name).parts))
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(8))
 
 
 def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]]:
@@ -118,8 +118,9 @@ def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]
         files = [(f.rfilename, f"hub://datasets/{repo}@{info.sha}/{f.rfilename}", f.size or 0, 0) for f in info.siblings
                  if f.rfilename.startswith(under) and f.rfilename.lower().endswith(TABLES)]
         if files:
-            if tell:
-                tell_left_out(source, [f.rfilename for f in info.siblings if f.rfilename.startswith(under) and not f.rfilename.lower().endswith((*TABLES, "readme.md"))], TABLES)
+            others = counted(f.rfilename for f in info.siblings if f.rfilename.startswith(under) and not f.rfilename.lower().endswith((*TABLES, "readme.md")))
+            if tell and others:
+                print(f"{source}: left out {others}; read are {', '.join(TABLES)}", file=sys.stderr)
             return sorted(files)
     raise Refusal(f"{source}: no .parquet or .jsonl file in it; see https://huggingface.co/datasets/{repo}/tree/main")
 
@@ -213,9 +214,9 @@ def document_of(part: Part, place: int, raw: bytes, name: str | None = None) -> 
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        return Bad(part, place, f"not UTF-8 (a byte {raw[error.start]:#04x}); is this text, and in that encoding?")
+        return Bad(part, place, f"not UTF-8 text (a byte {raw[error.start]:#04x})")
     if "\0" in text:
-        return Bad(part, place, "a byte 0; is this text?")
+        return Bad(part, place, "not text (a byte 0)")
     return Row(part, place, name or text, {"text": text})
 
 
