@@ -67,8 +67,12 @@ def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weigh
     if shapes[0] != shapes[1]:
         raise Refusal(f"{ours.folder}: {shapes[1][0]} layers of d_ff {shapes[1][1]}, the teacher has {shapes[0][0]} of {shapes[0][1]}: "
                       "not a student that inherits its MLP")
-    if text and Tokenizer(theirs.folder).fingerprint != Tokenizer(ours.folder).fingerprint:
-        raise Refusal(f"{student} and {teacher} have different tokenizers: one text is not the same tokens to both")
+    if text:
+        tokenizer = Tokenizer(ours.folder)
+        if tokenizer.fingerprint != Tokenizer(theirs.folder).fingerprint:
+            raise Refusal(f"{student} and {teacher} have different tokenizers: one text is not the same tokens to both")
+        for one in (ours, theirs):
+            tokenizer.must_fit(one.config.vocab_size, one.folder)
     return theirs, ours
 
 
@@ -217,7 +221,6 @@ def held_out_text(args, folder: Path, config: Config):
     if not 1 <= args.seq_len <= config.max_position_embeddings or args.tokens < 1:
         raise Refusal(f"--seq-len {args.seq_len}, --tokens {args.tokens}: at least 1, and a window within the model's {config.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
-    tokenizer.must_fit(config.vocab_size)
     held = Tokens(prepare(args.text, tokenizer, quiet=True), "val", args.seq_len, tokenizer)
     return tokenizer, lambda: held.spread(max(1, args.tokens // args.seq_len), max(1, 2048 // args.seq_len))
 
@@ -294,7 +297,6 @@ def spectrum_command(args) -> None:
 
 def neurons_command(args) -> None:
     theirs, ours = pair(args.teacher, args.student, text=True)
-    Tokenizer(theirs.folder).must_fit(min(theirs.config.vocab_size, ours.config.vocab_size))
     most = ours.config.num_hidden_layers * ours.config.intermediate_size // 2
     if not 1 <= args.k <= most or args.draws < 2:
         raise Refusal(f"--k {args.k}, --draws {args.draws}: 1 to {most} neurons (half of all), and at least 2 draws")

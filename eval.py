@@ -56,7 +56,7 @@ class Model:
         self.device = torch.device(device) if device else accelerator or torch.device("cpu")
         self.tokenizer = Tokenizer(self.folder)
         self.net = Transformer.from_pretrained(self.folder, device=str(self.device)).requires_grad_(False)
-        self.tokenizer.must_fit(self.net.config.vocab_size)
+        self.tokenizer.must_fit(self.net.config.vocab_size, self.folder)
         self.batch_tokens, self.max_length = batch_tokens, self.net.config.max_position_embeddings
         self.dtype = "bfloat16" if dtype == "bfloat16" or dtype == "auto" and self.device.type != "cpu" else "float32"
         self.truncated = 0
@@ -382,6 +382,8 @@ def main(argv: list[str] | None = None) -> None:
             report.keep("tasks", report.data["tasks"] | {name: row | ({"instead": instead[name]} if name in instead else {})})
         if args.text:
             teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
+            if teacher:
+                model.tokenizer.must_fit(teacher.config.vocab_size, args.teacher)
             seq_len = min(1024, model.max_length) if args.seq_len is None else args.seq_len
             figures = text_figures(model, args.text, teacher, seq_len, args.tokens, args.whole)
             report.keep("text", {"source": args.text, "seq_len": seq_len, "teacher": args.teacher} | figures)

@@ -55,13 +55,17 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     if out.exists() and any(out.iterdir()) and not ours:
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     record, state, student = deployed(run)
+    try:
+        about = card(run, record, state, student)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Refusal(f"{run}: config.json, metrics.jsonl or the checkpoint's state.json is not as train.py writes it ({type(error).__name__}: {error})") from None
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(making, ignore_errors=True)
     try:
         student.save_pretrained(making, dtype)
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, making / file.name)
-        (making / "README.md").write_text(card(run, record, state, student), encoding="utf-8")
+        (making / "README.md").write_text(about, encoding="utf-8")
         swap(making, out)
     finally:
         shutil.rmtree(making, ignore_errors=True)

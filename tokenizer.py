@@ -126,10 +126,10 @@ class Tokenizer:
             return [i for piece in pieces if piece for i in self.encoding._encode_single_piece(piece)]
         return self.encoding.encode_ordinary(text)
 
-    def must_fit(self, rows: int) -> None:
-        """Refuse an embedding of fewer rows than there are tokens."""
+    def must_fit(self, rows: int, model: str | Path) -> None:
+        """Refuse a model whose embedding has fewer rows than there are tokens."""
         if self.vocab_size > rows:
-            raise Refusal(f"{self.folder}: the tokenizer has {self.vocab_size} tokens, the embedding only {rows} rows; take the tokenizer that belongs to the model")
+            raise Refusal(f"{model}: the tokenizer has {self.vocab_size} tokens, the embedding only {rows} rows; take the tokenizer that belongs to the model")
 
     def document(self, text: str) -> list[int]:
         """Ids of a pretraining document: BOS where the tokenizer puts one, the text, the separator."""

@@ -229,8 +229,8 @@ def test_masked_neurons_are_those_a_network_without_them_would_lack():
     assert torch.allclose(ours, torch.stack(seen).view(3, 2, 60).mean(0))
 
 
-def test_what_cannot_be_compared_is_refused_before_anything_is_scored(tmp_path, pair):
-    teacher, student, *_ = pair
+def test_what_cannot_be_compared_is_refused_before_anything_is_scored(tmp_path):
+    teacher, student = (saved(tmp_path / str(width), random_net(vocab_size=2049, hidden_size=width)) for width in (24, 12))
     (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
     for folder, name in ((teacher, "a"), (student, "b")):  # two tokenizers that differ in a special token
         spec = json.loads((ROOT / "tiny" / "tokenizer.json").read_text())
