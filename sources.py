@@ -244,7 +244,8 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
             first = group.column(0)
             begin = min(o for o in (first.dictionary_page_offset, first.data_page_offset) if o)
             if part.begin <= begin < part.end:
-                for batch in table.iter_batches(batch_size=256, row_groups=[g], columns=[n for n in names if n in (*columns, "id", "title", "score")]):
+                for batch in table.iter_batches(batch_size=256, row_groups=[g], use_threads=False,  # the workers have the cores
+                                                columns=[n for n in names if n in (*columns, "id", "title", "score")]):
                     yield from enumerate(batch.to_pylist(), place)
                     place += len(batch)
             else:

@@ -20,6 +20,9 @@ TOKENIZER = WANTED[4:]  # all that preparing data takes
 class Refusal(ValueError):
     """Something a user can mend. Commands print it as one line and stop, exit code not 0, never a traceback."""
 
+    def __init__(self, text: str):
+        super().__init__("".join(c if c.isprintable() else " " for c in text))  # names and values out of a foreign file may hold anything
+
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA3 = dict(model_type="llama", torch_dtype="bfloat16", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
