@@ -234,7 +234,7 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
     try:
-        table = ParquetFile(file)
+        table = ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if not set(columns) & set(names):
             raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")

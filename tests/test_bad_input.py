@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import numpy as np
+import pyarrow.parquet
 import pytest
 from conftest import random_net
 from safetensors.numpy import save_file
@@ -27,6 +28,7 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+TOKEN = "hf_AbCdEf0123456789"
 SMALL = "--width 12 --batch-size 2 --seq-len 16 --steps 2 --calibration-tokens 64 --eval-tokens 64".split()
 UNREADABLE = Path("/proc/self/mem")  # a file that not even root can read from its beginning
 
@@ -75,6 +77,7 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setattr(train, "sample", lambda *args: "")
+        patch.setenv("HF_TOKEN", TOKEN)
         train.main(["--teacher", "teacher", "--data", "prepared", "--out", "run", *SMALL])
     return home
 
@@ -385,7 +388,11 @@ def test_a_template_that_is_no_utf8_is_refused_by_name(home, tmp_path):
 # ------------------------------------------------------------------------------------------------- secrets
 
 
-TOKEN = "hf_AbCdEf0123456789"
+def test_no_file_of_a_run_holds_the_token(home):
+    files = [p for p in (home / "run").rglob("*") if p.is_file()]
+    assert len(files) > 10 and not [p for p in files if TOKEN.encode() in p.read_bytes()]
+
+
 LEAKS = [f"401 for https://user:{TOKEN}@huggingface.co/x", f"Authorization: Bearer {TOKEN}", f"GET 'https://cdn.hf.co/a.parquet?X-Amz-Signature=s3cr3t&x={TOKEN}' failed\nagain",
          "proxy http://me:s3cr3t@proxy:3128 refused", "token s3cr3t is not valid", f"invalid token {TOKEN}"]
 
@@ -409,3 +416,18 @@ def test_no_token_and_no_credentials_are_printed(monkeypatch, tmp_path, leak, ca
     texts = [str(caught.value), evaluation.find_tasks(["piqa"], None)[2]["piqa"], plain(ConnectionError(leak))]
     assert all("s3cr3t" not in text and TOKEN not in text and "\n" not in text and "ConnectionError" in text for text in texts[:2]), texts
     assert "s3cr3t" not in texts[2] and TOKEN not in texts[2]
+
+
+def test_a_damaged_page_of_a_parquet_with_checksums_is_refused(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["abc" * 100] * 3}), tmp_path / "a.parquet", write_page_checksum=True, compression="none")
+    raw = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(raw.replace(b"abcabc", b"abdabc", 1))
+    with pytest.raises(Refusal, match="a.parquet: cannot be read as .parquet"):
+        prepare(str(tmp_path), Tokenizer(ROOT / "tiny"), tmp_path / "out", quiet=True)
+
+
+def test_a_refusal_is_one_line_whatever_a_foreign_file_holds(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"a\nb\u2028\x1b[2J": 1}), encoding="utf-8")
+    with pytest.raises(Refusal) as caught:
+        prepare(str(tmp_path / "a.jsonl"), Tokenizer(ROOT / "tiny"), tmp_path / "out", quiet=True)
+    assert "but a b  [2J (" in str(caught.value) and str(caught.value).isprintable()
