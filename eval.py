@@ -400,3 +400,5 @@ if __name__ == "__main__":
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; finished tasks are kept, see --out")

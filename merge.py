@@ -92,7 +92,7 @@ def swap(making: Path, out: Path) -> None:
         os.rename(out, aside)
     try:
         os.rename(making, out)
-    except OSError:
+    except BaseException:
         if aside.exists():
             os.rename(aside, out)
         raise
@@ -139,3 +139,5 @@ if __name__ == "__main__":
         print((export_gguf if arguments.gguf else export)(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing was written")

@@ -431,3 +431,17 @@ def test_a_refusal_is_one_line_whatever_a_foreign_file_holds(tmp_path):
     with pytest.raises(Refusal) as caught:
         prepare(str(tmp_path / "a.jsonl"), Tokenizer(ROOT / "tiny"), tmp_path / "out", quiet=True)
     assert "but a b  [2J (" in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("words, place", [("merge.py run --out new", "os.rename"), ("merge.py run --gguf --out new.gguf", "to_gguf.tensors"), ("audit.py energy narrow --teacher teacher", "lrc.span"),
+                                          ("eval.py teacher --text text.jsonl --seq-len 16", "model.Transformer.from_pretrained")])
+def test_ctrl_c_is_one_line_too(home, monkeypatch, words, place):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+    before = {p for p in home.rglob("*") if p.is_file()}
+    monkeypatch.setattr(place, stop)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit, match="^interrupted"):
+        runpy.run_path(str(ROOT / words.split()[0]), run_name="__main__")
+    assert {p for p in home.rglob("*") if p.is_file()} == before
