@@ -1,4 +1,5 @@
 """What a user can get wrong, at every command: one line that names it, an exit code that is not 0, never a traceback, nothing left behind."""
+import contextlib
 import json
 import runpy
 import shlex
@@ -91,8 +92,10 @@ def said(home, monkeypatch, capsys):
         before = files()
         monkeypatch.chdir(home)
         monkeypatch.setattr(sys, "argv", list(words))
+        usual = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit) as caught:
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        signal.signal(signal.SIGTERM, usual)  # reproduce.py sets its own
         code, printed = caught.value.code, capsys.readouterr()
         text = code if isinstance(code, str) else printed.err.splitlines()[-1]
         assert code not in (None, 0) and "\n" not in text and len(text) < 1000 and "error: " in text, (code, text)
@@ -282,13 +285,16 @@ def test_files_that_are_left_out_are_told_in_one_line(home, tmp_path, monkeypatc
         assert capsys.readouterr().err.splitlines() == [f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv; read are .txt, .md, .py, .jsonl, .parquet"] * (not quiet)
 
 
-@pytest.fixture
-def no_room():
-    """A function: no file may grow beyond so many bytes, as on a full disk."""
+@contextlib.contextmanager
+def no_room(size):
+    """No file grows beyond so many bytes, as on a full disk."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("words, size, part", [
@@ -296,9 +302,10 @@ def no_room():
     ("data.py prepare text.jsonl --out tokens/other", 30, "other.making/begun.json: cannot be written"),
     ("data.py tokenizer --source text.jsonl --vocab 300 --out new", 900, "new/tokenizer.json: cannot be written"),
     ("merge.py run --out new", 9000, "model.safetensors: cannot be written"), ("merge.py run --gguf --out new.gguf", 9000, "File too large")])
-def test_no_space_left_is_told_and_leaves_nothing_half(said, home, no_room, words, size, part):
-    no_room(size)
-    assert part in said(shlex.split(words)) and not list(home.rglob("*.tmp")) and not (home / "tokens/new").exists()
+def test_no_space_left_is_told_and_leaves_nothing_half(said, home, words, size, part):
+    with no_room(size):
+        text = said(shlex.split(words))
+    assert part in text and not list(home.rglob("*.tmp")) and not (home / "tokens/new").exists()
 
 
 def test_a_shard_that_holds_ids_beyond_its_vocabulary_or_tells_nonsense_is_refused(home, tmp_path):
