@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -182,8 +183,8 @@ def never_merged(ids: dict[str, int], pairs: dict[tuple[str, str], int], raw: di
         for token in tokens[begin:end]:
             parts = [name[i] for i in proved._encode_single_piece(raw[token].translate(None, no_token))]
             while len(parts) > 1:
-                ranks = [pairs.get(pair, len(pairs)) for pair in itertools.pairwise(parts)]
-                if (first := min(ranks)) == len(pairs):
+                ranks = [pairs.get(pair, math.inf) for pair in itertools.pairwise(parts)]  # not len(pairs): a merge listed twice has two ranks
+                if (first := min(ranks)) == math.inf:
                     break
                 at = ranks.index(first)
                 parts[at:at + 2] = [parts[at] + parts[at + 1]]
