@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import neurons
@@ -29,7 +29,7 @@ import plan
 from data import Tokens
 from distill import evaluate
 from lrc import span
-from model import Config, Transformer, tensor_files
+from model import Config, Transformer, checked, opened, tensor_files
 from prepare import prepare
 from runs import TOKENIZER_FILES
 from teachers import Refusal, read_json, resolve
@@ -46,16 +46,7 @@ class Weights:
         self.config = Config.from_hf(read_json(self.folder / "config.json"), str(self.folder / "config.json"))
         self.place = {}
         for file, keys in tensor_files(self.folder).items():
-            keys = keys if keys is not None else self.read(file, lambda opened: list(opened.keys()))
-            self.place |= {key.removeprefix("model."): (file, key) for key in keys}
-
-    @staticmethod
-    def read(file: Path, what):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return what(opened)
-        except (SafetensorError, OSError) as error:
-            raise Refusal(f"{file}: cannot be read as safetensors ({error}); fetch the file again") from None
+            self.place |= {name: (file, key) for name, key in keys.items()}
 
     def mlp(self, layer: int, kind: str) -> Tensor:
         """gate, up (d_ff, width) or down, turned to (d_ff, width) too: its row space is what is inherited."""
@@ -63,9 +54,9 @@ class Weights:
         if name not in self.place:
             raise Refusal(f"{self.folder}: tensor {name} is missing")
         file, key = self.place[name]
-        W = self.read(file, lambda opened: opened.get_tensor(key)).double()
-        if not torch.isfinite(W).all():
-            raise Refusal(f"{self.folder}: {name} holds NaN or infinity")
+        shape = self.config.intermediate_size, self.config.hidden_size
+        with opened(file) as tensors:
+            W = checked(tensors.get_tensor(key), key, torch.empty(shape[::-1] if kind == "down" else shape, device="meta"), file, self.config, torch.float64)
         return W.T if kind == "down" else W
 
 
@@ -76,8 +67,12 @@ def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weigh
     if shapes[0] != shapes[1]:
         raise Refusal(f"{ours.folder}: {shapes[1][0]} layers of d_ff {shapes[1][1]}, the teacher has {shapes[0][0]} of {shapes[0][1]}: "
                       "not a student that inherits its MLP")
-    if text and Tokenizer(theirs.folder).fingerprint != Tokenizer(ours.folder).fingerprint:
-        raise Refusal(f"{student} and {teacher} have different tokenizers: one text is not the same tokens to both")
+    if text:
+        tokenizer = Tokenizer(ours.folder)
+        if tokenizer.fingerprint != Tokenizer(theirs.folder).fingerprint:
+            raise Refusal(f"{student} and {teacher} have different tokenizers: one text is not the same tokens to both")
+        for one in (ours, theirs):
+            tokenizer.must_fit(one.config.vocab_size, one.folder)
     return theirs, ours
 
 
@@ -165,7 +160,7 @@ def ablate(teacher: str, student: str, layers: range, kinds: tuple[str, ...] = K
 def layer_range(text: str, count: int) -> range:
     """"all", "3" or "0-2" (both ends in) -> the layers."""
     first, _, last = ("0", "-", str(count - 1)) if text == "all" else text.partition("-")
-    if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first) < count):
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < count):
         raise Refusal(f"--layers {text}: write all, one layer (3) or a range (0-2), within 0 to {count - 1}")
     return range(int(first), int(last or first) + 1)
 
@@ -232,7 +227,7 @@ def held_out_text(args, folder: Path, config: Config):
 
 def reach_command(args) -> None:
     theirs = plan.shape_of(args.teacher, None)
-    if (args.student is None) == (args.width is None):
+    if bool(args.student) == (args.width is not None):
         raise Refusal("reach: name a student's folder, or give --width")
     if args.width is not None:
         plan.check_width(theirs, args.width)
@@ -268,10 +263,15 @@ def remove_command(args) -> None:
         net = ablate(args.teacher, args.student, layers, kinds, args.scale)
         line(f"{'+'.join(kinds)}, layers {text}", net)
     if args.out:
-        net.save_pretrained(args.out)
-        for name in TOKENIZER_FILES:
-            if (ours.folder / name).exists():
-                shutil.copyfile(ours.folder / name, args.out / name)
+        making = args.out.with_name(f"{args.out.name}.{os.getpid()}.tmp")
+        try:
+            net.save_pretrained(making)
+            for name in TOKENIZER_FILES:
+                if (ours.folder / name).exists():
+                    shutil.copyfile(ours.folder / name, making / name)
+            os.rename(making, args.out)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
 
 
 def rank_command(args) -> None:
@@ -300,7 +300,7 @@ def neurons_command(args) -> None:
     most = ours.config.num_hidden_layers * ours.config.intermediate_size // 2
     if not 1 <= args.k <= most or args.draws < 2:
         raise Refusal(f"--k {args.k}, --draws {args.draws}: 1 to {most} neurons (half of all), and at least 2 draws")
-    questions = neurons.read_cloze(args.cloze, Tokenizer(theirs.folder))
+    questions = neurons.read_cloze(args.cloze, Tokenizer(theirs.folder), ours.config.max_position_embeddings)
     print(neurons.table(*(Transformer.from_pretrained(one.folder) for one in (theirs, ours)), questions, args.k, args.draws))
 
 
@@ -338,6 +338,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
+    picture = getattr(args, "picture", None)
+    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or not picture.parent.is_dir()):
+        raise Refusal(f"--picture {picture}: a name that ends in .png, .svg or .pdf, in a folder that exists")
     args.run(args)
 
 
@@ -346,3 +349,5 @@ if __name__ == "__main__":
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -9,24 +9,29 @@ transformers' apply_chat_template, with one difference: a control token written 
 To tell the two apart, every place in a message where the name of a special token begins gets a guard before it, a lone surrogate,
 which no UTF-8 text can hold. What the template writes has no guard, so it becomes the special id; the guards are dropped when the text
 between control tokens is encoded. The message keeps its words and its ends, so a template that trims or searches it still does.
+A template is a program out of somebody else's folder: it runs in jinja2's sandbox, for SECONDS and with ROOM bytes more at the most.
 (Placeholders would hide the words from the template; encoding part by part would cut tokens where the template's text meets a message.)
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os.path
 import re
+import signal
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from teachers import Refusal, read_json
-from tokenizer import Tokenizer
+from teachers import Refusal, plain, read_json
+from tokenizer import Tokenizer, named_tokens
 
 GUARD = "\ud800"
+SECONDS, ROOM = 10, 1 << 30
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 
@@ -47,16 +52,17 @@ def messages_of(row: dict, answered: bool) -> list[dict]:
 def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
     """(chat template, special tokens by name) of a model folder; None where it has no template."""
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in config.items()
-              if name.endswith("_token") and isinstance(token, (str, dict))}
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
     if (folder / "chat_template.jinja").exists():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise Refusal(f"{folder / 'chat_template.jinja'}: not UTF-8 text ({error}); fetch the file again") from None
     if template and not isinstance(template, str):
         raise Refusal(f"{folder}: its chat template is no text; fetch the file again")
-    return (template, tokens) if template else None
+    return (template, named_tokens(config)) if template else None
 
 
 def renderer_of(folder: Path, now: datetime) -> Callable[[list[dict], bool], str] | None:
@@ -64,8 +70,39 @@ def renderer_of(folder: Path, now: datetime) -> Callable[[list[dict], bool], str
     found = read_template(folder)
     try:
         return found and renderer(*found, now)
-    except TemplateError as error:
-        raise Refusal(f"{folder}: its chat template is broken ({error.message}); fetch the file again") from None
+    except Exception as error:  # jinja2 makes Python of it, and hands on what that raises
+        raise Refusal(f"{folder}: its chat template is broken ({type(error).__name__}: {plain(error)}); fetch the file again") from None
+
+
+@contextlib.contextmanager
+def bounded():
+    """What is done inside gets SECONDS (in the main thread) and ROOM bytes more than there are now (on Linux), or ends in an exception."""
+    def stop(*_):
+        raise TemplateError(f"it does not end within {SECONDS} s")
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+            after.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
+            after.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        if os.path.exists("/proc/self/statm"):
+            import resource
+            with open("/proc/self/statm", "rb") as pages:
+                now = int(pages.read().split()[0]) * resource.getpagesize()
+            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            after.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_AS, (min((limit for limit in (now + ROOM, soft, hard) if limit >= 0)), hard))
+        yield
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """No attribute of Python's own, no range above 100,000 (jinja2's rules); and no power, and no product above a million, which nothing could interrupt."""
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context, operator, left, right):
+        size = lambda value: len(value) if hasattr(value, "__len__") else abs(value)
+        if operator == "**" or size(left) * size(right) > 1_000_000:
+            raise SecurityError(f"`{operator}` of large numbers or texts")
+        return super().call_binop(context, operator, left, right)
 
 
 def renderer(template: str, tokens: dict[str, str], now: datetime) -> Callable[[list[dict], bool], str]:
@@ -74,11 +111,12 @@ def renderer(template: str, tokens: dict[str, str], now: datetime) -> Callable[[
     def raise_exception(message):
         raise TemplateError(message)
 
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(value, ensure_ascii=ensure_ascii, **how)
     sandbox.globals.update(raise_exception=raise_exception, strftime_now=now.strftime)
     # {% generation %}, with which some templates mark the answer for transformers, says nothing new here: a plain scope in its place
-    compiled = sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})", r"\1with\2", template))
+    with bounded():
+        compiled = sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})", r"\1with\2", template))
     return lambda messages, opened: compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=opened, **tokens)
 
 
@@ -90,14 +128,15 @@ def encode(messages: list[dict], render: Callable[[list[dict], bool], str], toke
     plain = lambda text: tokenizer.encode(text.replace(GUARD, ""))
     guarded = [m | {"content": re.sub(f"(?={names})", GUARD, re.sub("[\ud800-\udfff]", "\ufffd", m["content"]))} for m in messages]
 
-    whole, answers = render(guarded, False), []  # answers: (begin, end) in the characters of whole
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt, through = render(guarded[:i], True), render(guarded[:i + 1], False)
-            if not through.startswith(prompt) or not whole.startswith(through):
-                raise ValueError(f"message {i + 1} does not continue what the template wrote before it")
-            end = turn_end.search(through, len(prompt))
-            answers.append((len(prompt), end.end() if end else len(through)))
+    with bounded():
+        whole, answers = render(guarded, False), []  # answers: (begin, end) in the characters of whole
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt, through = render(guarded[:i], True), render(guarded[:i + 1], False)
+                if not through.startswith(prompt) or not whole.startswith(through):
+                    raise ValueError(f"message {i + 1} does not continue what the template wrote before it")
+                end = turn_end.search(through, len(prompt))
+                answers.append((len(prompt), end.end() if end else len(through)))
 
     ids, mask, place = [], [], 0
     for k, piece in enumerate(control.split(whole)):  # text, control token, text, ..., text

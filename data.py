@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distill import IGNORE
-from prepare import FORMAT, HELD_OUT_EVERY, Choice, held_out, prepare
-from sources import Bad, read, source_files, units_of
-from teachers import TOKENIZER, Refusal, read_json, resolve
+from prepare import FORMAT, HELD_OUT_EVERY, Choice, digest, held_out, prepare, read_summary
+from sources import Bad, read, source_files, units_of, where
+from teachers import TOKENIZER, Refusal, resolve
 from tokenizer import Tokenizer, train_tokenizer
 
 
@@ -44,31 +44,19 @@ class Tokens:
         folder = Path(folder)
         for file in sorted(folder.glob(f"{split}-*.safetensors")):
             try:
-                opened = safe_open(file, framework="np")
-                names = {"tokens"} | ({"mask"} & set(opened.keys()))  # chat has a mask: 1 where the loss falls
-                meta, views = opened.metadata() or {}, {name: opened.get_slice(name) for name in names}
-                view = views["tokens"]
+                opened, views = open_shard(file, tokenizer)
             except (SafetensorError, OSError) as error:
                 raise Refusal(f"{file}: cannot be read as a token shard ({error}); prepare the data again") from None
-            if view.get_dtype() not in ("U16", "U32") or not meta.keys() >= {"tokenizer", "vocab_size"}:
-                raise Refusal(f"{file}: not a token shard (dtype {view.get_dtype()}, metadata {sorted(meta)}); prepare the data again")
-            if meta.get("format") != FORMAT:
-                raise Refusal(f"{file}: its format is {meta.get('format')}, this code reads {FORMAT}; prepare the data again")
-            if tokenizer is not None and meta["tokenizer"] != tokenizer.fingerprint:
-                raise Refusal(f"{file}: made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}; "
-                              "prepare the data again with the teacher's folder")
-            if view.get_dtype() == "U16" and int(meta["vocab_size"]) > 1 << 16:
-                raise Refusal(f"{file}: 16-bit ids cannot hold a vocabulary of {meta['vocab_size']}; prepare the data again")
-            size = view.get_shape()[0]
-            if "mask" in views and (views["mask"].get_dtype() != "U8" or views["mask"].get_shape() != [size]):
-                raise Refusal(f"{file}: its mask is not one U8 for each of the {size} tokens; prepare the data again")
+            except Refusal as refusal:
+                raise Refusal(f"{file}: {refusal}; prepare the data again") from None
+            size = views["tokens"].get_shape()[0]
             self.shards.append((self.total, self.total + size, opened, views))  # views read from disk, window by window
             self.total += size
         if len({"mask" in views for *_, views in self.shards}) > 1:
             raise Refusal(f"{folder}: {split} shards with a loss mask and without one; prepare the data again")
-        summary = read_json(folder / "tokens.json") if (folder / "tokens.json").exists() else {}
-        if self.total != summary.get("tokens", {}).get(split, self.total):
-            raise Refusal(f"{folder}: its {split} shards hold {self.total:,} tokens, tokens.json says {summary['tokens'][split]:,}; prepare the data again")
+        told = read_summary(folder)["tokens"][split] if (folder / "tokens.json").exists() else self.total
+        if self.total != told:
+            raise Refusal(f"{folder}: its {split} shards hold {self.total:,} tokens, tokens.json says {told:,}; prepare the data again")
         if not len(self):
             raise Refusal(f"{folder}: the {split} split has {self.total} tokens, a window takes {seq_len + 1}; give more documents "
                           f"(every {HELD_OUT_EVERY}th is held out) or a smaller --seq-len")
@@ -107,6 +95,32 @@ class Tokens:
         for k in range(0, len(chosen), together):
             inputs, targets = zip(*(self.pair(int(i)) for i in chosen[k:k + together]))
             yield torch.stack(inputs), torch.stack(targets)
+
+
+def open_shard(file: Path, tokenizer: Tokenizer | None) -> tuple[safe_open, dict]:
+    """A shard's file and its tensors, not yet in memory: "tokens", and for chats "mask", 1 where the loss falls. All of it is read once, to
+    check it. Raises Refusal for what is no shard, was made for something else, or is not as it was written."""
+    opened = safe_open(file, framework="np")
+    meta, views = opened.metadata() or {}, {name: opened.get_slice(name) for name in opened.keys()}
+    kinds = {name: view.get_dtype() for name, view in views.items()}
+    if kinds.get("tokens") not in ("U16", "U32") or len(views["tokens"].get_shape()) != 1 or not kinds.keys() <= {"tokens", "mask"} \
+            or not meta.keys() >= {"tokenizer", "vocab_size"} or not meta["vocab_size"].isdecimal():
+        raise Refusal(f"not a token shard (it holds {kinds}, metadata {sorted(meta)})")
+    if meta.get("format") != FORMAT:
+        raise Refusal(f"its format is {meta.get('format')}, this code reads {FORMAT}")
+    if tokenizer is not None and meta["tokenizer"] != tokenizer.fingerprint:
+        raise Refusal(f"made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}: it takes the teacher's folder")
+    if kinds["tokens"] == "U16" and int(meta["vocab_size"]) > 1 << 16:
+        raise Refusal(f"16-bit ids cannot hold a vocabulary of {meta['vocab_size']}")
+    size = views["tokens"].get_shape()
+    if "mask" in views and (kinds["mask"] != "U8" or views["mask"].get_shape() != size):
+        raise Refusal(f"its mask is not one U8 for each of the {size[0]} tokens")
+    whole = {name: opened.get_tensor(name) for name in views}
+    if digest(whole) != meta.get("sha256"):
+        raise Refusal("its tokens are not those that were written: damaged on the disk or on the way")
+    if size[0] and (most := int(whole["tokens"].max())) >= int(meta["vocab_size"]):
+        raise Refusal(f"it holds the id {most}, its vocabulary only {meta['vocab_size']} tokens")
+    return opened, views
 
 
 class Mixture:
@@ -161,7 +175,7 @@ def prepared(data: str, tokenizer: Tokenizer, quiet: bool = False, choice: Choic
 
 def describe(data: str, folders: list[Path]) -> dict:
     """What the data is, for config.json and the model card: the summary of its folder, or those of a mixture under one fingerprint."""
-    parts = [read_json(folder / "tokens.json") for folder in folders]
+    parts = [read_summary(folder) for folder in folders]
     if len(parts) == 1:
         return parts[0]
     return dict(source=data, fingerprint=hashlib.sha256(json.dumps([data, [p["fingerprint"] for p in parts]]).encode()).hexdigest()[:16], parts=parts)
@@ -170,6 +184,16 @@ def describe(data: str, folders: list[Path]) -> dict:
 def open_split(folders: list[Path], weights: list[float], split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0) -> Tokens | Mixture:
     parts = [Tokens(folder, split, seq_len, tokenizer, seed) for folder in folders]
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
+
+
+def training_texts(source: str) -> Iterator[str]:
+    """The texts of a source, chats and held-out documents left out."""
+    for part in (part for unit in units_of(source_files(source, tell=True)) for part in unit):
+        for row in read(part):
+            if isinstance(row, Bad):
+                raise Refusal(f"{where(row.part, row.place)}: {row.reason}; mend or drop it")
+            if row.fields.get("text") and not held_out(row.name):
+                yield row.fields["text"]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -196,9 +220,9 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     if args.command == "tokenizer":
-        rows = (row for unit in units_of(source_files(args.source)) for part in unit for row in read(part))
-        texts = (row.fields["text"] for row in rows if not isinstance(row, Bad) and "text" in row.fields and not held_out(row.name))
-        return train_tokenizer(texts, args.vocab, args.out)
+        if not 257 <= args.vocab <= 1 << 20:
+            raise Refusal(f"--vocab {args.vocab} is out of range: 257, which is every byte and the separator, to {1 << 20:,}")
+        return train_tokenizer(training_texts(args.source), args.vocab, args.out)
     for name, low in (("tokens", 1), ("workers", 1), ("seed", 0), ("min_score", -math.inf)):
         value = getattr(args, name)
         if value is not None and not low <= value < math.inf:

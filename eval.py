@@ -31,8 +31,9 @@ from data import Tokens
 from distill import IGNORE, evaluate
 from model import Transformer, tensor_files, widen
 from prepare import prepare
-from teachers import Refusal, read_json, resolve, write_whole
-from tokenizer import Tokenizer
+from sources import source_files
+from teachers import Refusal, plain, read_json, resolve, write_whole
+from tokenizer import Tokenizer, named_tokens
 
 # task -> its metric in the papers' mean of nine; MathQA is reported outside it
 AVG9 = {"arc_easy": "acc", "arc_challenge": "acc_norm", "logiqa": "acc_norm", "commonsense_qa": "acc", "piqa": "acc", "winogrande": "acc",
@@ -55,12 +56,13 @@ class Model:
         self.device = torch.device(device) if device else accelerator or torch.device("cpu")
         self.tokenizer = Tokenizer(self.folder)
         self.net = Transformer.from_pretrained(self.folder, device=str(self.device)).requires_grad_(False)
+        self.tokenizer.must_fit(self.net.config.vocab_size, self.folder)
         self.batch_tokens, self.max_length = batch_tokens, self.net.config.max_position_embeddings
         self.dtype = "bfloat16" if dtype == "bfloat16" or dtype == "auto" and self.device.type != "cpu" else "float32"
         self.truncated = 0
         config = self.folder / "tokenizer_config.json"
-        named = read_json(config) if config.exists() else {}
-        token = lambda key: self.tokenizer.special.get(named[key]["content"] if isinstance(named.get(key), dict) else named.get(key))
+        named = named_tokens(read_json(config)) if config.exists() else {}
+        token = lambda key: self.tokenizer.special.get(named.get(key))
         self.end = token("eos_token") if token("eos_token") is not None else self.tokenizer.separator
         first = token("bos_token") if token("bos_token") is not None else self.tokenizer.bos
         self.prefix = self.end if first is None else first  # stands before a continuation that has no context
@@ -223,7 +225,7 @@ def find_tasks(names: list[str], local: Path | None) -> tuple[dict[str, list], d
             if chosen in own:
                 instead[name] = f"{chosen} ({local})"
         except Exception as error:  # the libraries raise many unrelated classes: no network, a removed loader, a bad YAML
-            missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            missing[name] = f"{type(error).__name__}: {plain(error)[:160]}"
     return loaded, instead, missing, manager
 
 
@@ -285,6 +287,8 @@ def text_figures(model: Model, text: str, teacher: Transformer | None, seq_len: 
     targets = [i for _, t in windows for i in t.flatten().tolist() if i != IGNORE]
     special = set(model.tokenizer.special.values())
     size = sum(len(model.tokenizer.bytes[i]) for i in targets if i not in special)
+    if not size:
+        raise Refusal(f"--text {text}: its {len(targets)} tokens spell no text")
     return {"tokens": len(targets), "bytes": size} | figures | {"bits_per_byte": figures["val_ce"] * len(targets) / size / math.log(2)}
 
 
@@ -313,13 +317,15 @@ def check(args) -> None:
     """What can be refused before anything is loaded."""
     if not args.tasks and not args.text:
         raise Refusal("nothing to do: give --tasks avg9 (or names), --text FILE, or both")
-    for name in ("limit", "tokens", "batch_tokens"):
+    for name in ("limit", "tokens", "batch_tokens", "seq_len"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: at least 1")
     if args.local and not args.local.is_dir():
         raise Refusal(f"--local {args.local}: no such folder")
     if args.teacher and not args.text:
         raise Refusal("--teacher would have no effect without --text")
+    if args.text and not (Path(args.text) / "tokens.json").exists():
+        source_files(args.text)
     for source in args.models:
         folder, _ = resolve(source)
         if args.teacher and Tokenizer(folder).fingerprint != Tokenizer(resolve(args.teacher)[0]).fingerprint:
@@ -371,11 +377,13 @@ def main(argv: list[str] | None = None) -> None:
                 row = run_task(harness(model), name, tasks, args.limit, manager)
                 print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
             except Exception as error:  # one task must not take the others with it
-                row, failed = {"failed": f"{type(error).__name__}: {error}"}, failed | {name}
+                row, failed = {"failed": f"{type(error).__name__}: {plain(error)}"}, failed | {name}
                 print(f"{name}: failed, the others run: {row['failed']}", flush=True)
             report.keep("tasks", report.data["tasks"] | {name: row | ({"instead": instead[name]} if name in instead else {})})
         if args.text:
             teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
+            if teacher:
+                model.tokenizer.must_fit(teacher.config.vocab_size, args.teacher)
             seq_len = min(1024, model.max_length) if args.seq_len is None else args.seq_len
             figures = text_figures(model, args.text, teacher, seq_len, args.tokens, args.whole)
             report.keep("text", {"source": args.text, "seq_len": seq_len, "teacher": args.teacher} | figures)
@@ -392,3 +400,5 @@ if __name__ == "__main__":
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; finished tasks are kept, see --out")

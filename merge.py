@@ -30,8 +30,15 @@ def deployed(run: Path) -> tuple[dict, dict, Transformer]:
         raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
     folder, state = runs.find_checkpoint(run)
-    student = Transformer(Config.from_hf(record["student"], f"{run / 'config.json'}: student"))
-    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), runs.read_tensors(folder / "student.safetensors"))
+    if not (isinstance(record.get("student"), dict) and isinstance(record.get("args"), dict) and isinstance(record.get("data"), dict)):
+        raise Refusal(f"{run / 'config.json'}: not that of a run (no args, data and student in it)")
+    config, tensors = Config.from_hf(record["student"], f"{run / 'config.json'}: student"), runs.read_tensors(folder / "student.safetensors")
+    with torch.device("meta"):
+        asked = sum(p.numel() for p in Transformer(config).parameters())
+    if asked > 2 * (held := sum(t.numel() for t in tensors.values())):  # before memory is taken for it; small differences are told by name below
+        raise Refusal(f"{run / 'config.json'}: its student has {asked:,} numbers, the checkpoint {held:,}")
+    student = Transformer(config)
+    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), tensors)
     return record, state, student
 
 
@@ -44,16 +51,21 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     out = (Path(out) if out else run / "student").resolve()
     if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
         raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
-    if (out / "README.md").exists() and "low-rank clone distillation" not in (out / "README.md").read_text(encoding="utf-8"):
+    ours = (out / "README.md").is_file() and "low-rank clone distillation" in (out / "README.md").read_text(encoding="utf-8", errors="replace")
+    if out.exists() and any(out.iterdir()) and not ours:
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     record, state, student = deployed(run)
+    try:
+        about = card(run, record, state, student)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Refusal(f"{run}: config.json, metrics.jsonl or the checkpoint's state.json is not as train.py writes it ({type(error).__name__}: {error})") from None
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(making, ignore_errors=True)
     try:
         student.save_pretrained(making, dtype)
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, making / file.name)
-        (making / "README.md").write_text(card(run, record, state, student), encoding="utf-8")
+        (making / "README.md").write_text(about, encoding="utf-8")
         swap(making, out)
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -66,12 +78,11 @@ def export_gguf(source: Path, out: Path | None = None, dtype: torch.dtype = torc
     exported = (source / "model.safetensors").exists() or (source / "model.safetensors.index.json").exists()
     default = source.resolve().with_name(f"{source.resolve().name}.gguf") if exported else source / "student.gguf"
     out = Path(out) / default.name if out and Path(out).is_dir() else Path(out or default)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.exists() and out.open("rb").read(4) != b"GGUF":
         raise Refusal(f"{out}: exists and is no GGUF file; choose another --out")
-    if exported:
-        return write_gguf(Transformer.from_pretrained(source), source, out, dtype)
-    return write_gguf(deployed(source)[2], source / "tokenizer", out, dtype)
+    net, tokenizer = (Transformer.from_pretrained(source), source) if exported else (deployed(source)[2], source / "tokenizer")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return write_gguf(net, tokenizer, out, dtype)
 
 
 def swap(making: Path, out: Path) -> None:
@@ -81,7 +92,7 @@ def swap(making: Path, out: Path) -> None:
         os.rename(out, aside)
     try:
         os.rename(making, out)
-    except OSError:
+    except BaseException:
         if aside.exists():
             os.rename(aside, out)
         raise
@@ -128,3 +139,5 @@ if __name__ == "__main__":
         print((export_gguf if arguments.gguf else export)(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing was written")

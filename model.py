@@ -15,9 +15,11 @@ Sources: Llama (arXiv 2302.13971), GQA (2305.13245), RoPE (2104.09864), Qwen2 (2
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from teachers import Refusal, read_json, resolve
+from teachers import Refusal, read_json, resolve, write_whole
 
 # --------------------------------------------------------------------------------------------- config
 
@@ -63,37 +65,31 @@ class Config:
     @classmethod
     def from_hf(cls, hf: dict, where: str = "config.json") -> Config:
         """Read a config.json, with the older keys or the `rope_parameters` block. Refuses by name what we do not compute."""
-        def need(key):
-            if hf.get(key) is None:
-                raise Refusal(f"{where}: {key} is missing")
-            return hf[key]
-
+        whole = lambda key, high, missing=None, low=1: number(hf, key, where, low, high, missing)
         kind = hf.get("model_type")
         unsupported = {  # key: the values under which our forward pass is theirs
             "model_type": ("llama", "qwen2"), "hidden_act": ("silu", None), "mlp_bias": (False, None),
             "attention_bias": (False, None) if kind == "llama" else (True, False, None),  # Qwen2 always has its q/k/v bias
             "use_sliding_window": (False, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
-            "auto_map": (None,)}
+            "auto_map": (None,), "tie_word_embeddings": (True, False, None)}
         for key, fine in unsupported.items():
             if hf.get(key) not in fine:
                 raise Refusal(f"{where}: {key}={hf.get(key)!r} is not supported (only {' or '.join(map(repr, fine))})")
-        if set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-            raise Refusal(f"{where}: layer_types={hf['layer_types']!r} is not supported (only full_attention)")
 
         theta, scaling = read_rope(hf, where)
-        heads = need("num_attention_heads")
+        hidden, heads, layers = whole("hidden_size", WIDEST), whole("num_attention_heads", WIDEST), whole("num_hidden_layers", 4096)
         config = cls(
-            model_type=kind, vocab_size=need("vocab_size"), hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"), num_hidden_layers=need("num_hidden_layers"),
-            num_attention_heads=heads, num_key_value_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or need("hidden_size") // heads,  # missing, null and 0 all mean "derive"
-            rms_norm_eps=need("rms_norm_eps"), rope_theta=theta, rope_scaling=scaling,
-            max_position_embeddings=need("max_position_embeddings"),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)), raw=hf)
+            model_type=kind, vocab_size=whole("vocab_size", 1 << 24), hidden_size=hidden, intermediate_size=whole("intermediate_size", WIDEST),
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=whole("num_key_value_heads", WIDEST, missing=heads),
+            head_dim=whole("head_dim", WIDEST, missing=0, low=0) or hidden // heads,  # missing, null and 0 all mean "derive"
+            rms_norm_eps=number(hf, "rms_norm_eps", where, 1e-30, 1, whole=False), rope_theta=theta, rope_scaling=scaling,
+            max_position_embeddings=whole("max_position_embeddings", 1 << 31), tie_word_embeddings=bool(hf.get("tie_word_embeddings")), raw=hf)
+        if (types := hf.get("layer_types")) not in (None, [], ["full_attention"] * layers):
+            raise Refusal(f"{where}: layer_types={types!r} is not supported (only full_attention, {layers} times)")
         if heads % config.num_key_value_heads:
             raise Refusal(f"{where}: {heads} heads are not a multiple of {config.num_key_value_heads} key/value heads")
-        if config.head_dim % 2:
-            raise Refusal(f"{where}: head_dim {config.head_dim} is odd; RoPE turns pairs")
+        if config.head_dim % 2 or not config.head_dim:
+            raise Refusal(f"{where}: head_dim {config.head_dim} is {'odd' if config.head_dim else 'nothing'}; RoPE turns pairs")
         return config
 
     def to_hf(self, dtype: torch.dtype) -> dict:
@@ -110,12 +106,28 @@ class Config:
         return replace(self, hidden_size=width)
 
 
+WIDEST = 1 << 20  # beyond it, or above 4096 layers, no network of this kind was ever built: somebody's slip, or a file made to hang its reader
+
+
+def number(holder: dict, key: str, where: str, low: float, high: float, missing: int | None = None, whole: bool = True):
+    """holder[key], a number from low to high; `missing` where it is not there or null. To JSON true and "4096" are no numbers."""
+    value = missing if holder.get(key) is None else holder[key]
+    if value is None:
+        raise Refusal(f"{where}: {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+        raise Refusal(f"{where}: {key}={value!r:.60} is not a {'whole ' * whole}number from {low:,} to {high:,}; mend it or fetch the file again")
+    return value
+
+
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def read_rope(hf: dict, where: str) -> tuple[float, dict | None]:
     """(theta, llama3 block or None) of a config.json. transformers 5 writes one `rope_parameters` block, 4 wrote `rope_theta` and
     `rope_scaling`; our exports carry both. A default theta would load without a word and degrade with length: it is an error."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(hf.get(key) or {}, dict):
+            raise Refusal(f"{where}: {key}={hf[key]!r:.60} is not a block of keys")
     blocks = [hf[key] or {} for key in ("rope_parameters", "rope_scaling") if hf.get(key) or key == "rope_scaling" and key in hf]
     read = []
     for block in blocks or [{}]:
@@ -124,8 +136,13 @@ def read_rope(hf: dict, where: str) -> tuple[float, dict | None]:
             raise Refusal(f"{where}: rope type {kind!r} {block} is not supported (only 'default' and 'llama3')")
         if kind == "llama3" and any(key not in block for key in LLAMA3_KEYS):
             raise Refusal(f"{where}: the llama3 rope block needs {', '.join(LLAMA3_KEYS)}; it has {', '.join(block)}")
+        if kind == "llama3":
+            number(block, "factor", where, 1, 1e6, whole=False)
+            low = number(block, "low_freq_factor", where, 1e-3, 1e6, whole=False)
+            number(block, "high_freq_factor", where, 1.001 * low, 1e7, whole=False)
+            number(block, "original_max_position_embeddings", where, 1, 1 << 31)
         read.append(None if kind == "default" else {"rope_type": "llama3"} | {key: block[key] for key in LLAMA3_KEYS})
-    thetas = {float(holder["rope_theta"]) for holder in (hf, *blocks) if holder.get("rope_theta")}
+    thetas = {float(number(holder, "rope_theta", where, 1, 1e30, whole=False)) for holder in (hf, *blocks) if holder.get("rope_theta") is not None}
     if not thetas:
         raise Refusal(f"{where}: rope_theta is missing")
     if len(thetas) > 1 or any(block != read[0] for block in read):
@@ -313,14 +330,9 @@ class Transformer(nn.Module):
             del expected["lm_head.weight"]
         loaded = {}
         for file, keys in tensor_files(folder).items():
-            try:
-                with safe_open(file, framework="pt", device=str(device)) as opened:
-                    for key in keys if keys is not None else opened.keys():
-                        name = key.removeprefix("model.")
-                        if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
-                            loaded[name] = checked(opened.get_tensor(key), key, expected.get(name), file, config).to(dtype)
-            except (SafetensorError, OSError) as error:
-                raise Refusal(f"{file}: cannot be read as safetensors ({error}); fetch the file again") from None
+            with opened(file, str(device)) as tensors:
+                for name, key in keys.items():
+                    loaded[name] = checked(tensors.get_tensor(key), key, expected.get(name), file, config, dtype)
         head = loaded.pop("lm_head.weight", None) if config.tie_word_embeddings else None
         if missing := sorted(expected.keys() - loaded.keys()):
             raise Refusal(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}; the config asks for them")
@@ -340,38 +352,75 @@ class Transformer(nn.Module):
         tensors = {(key if key.startswith("lm_head") else f"model.{key}"): value.detach().to("cpu", dtype).contiguous()
                    for key, value in self.state_dict().items()
                    if not (key == "lm_head.weight" and self.config.tie_word_embeddings)}
-        save_file(tensors, folder / "model.safetensors.tmp", metadata={"format": "pt"})
-        (folder / "model.safetensors.tmp").chmod(0o644)  # safetensors makes files that only their owner can read
-        os.replace(folder / "model.safetensors.tmp", folder / "model.safetensors")
-        text = json.dumps(self.config.to_hf(dtype), indent=2, ensure_ascii=False)
-        (folder / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
-        os.replace(folder / "config.json.tmp", folder / "config.json")
+        beside = folder / "model.safetensors.tmp"
+        try:
+            save_file(tensors, beside, metadata={"format": "pt"})
+            beside.chmod(0o644)  # safetensors makes files that only their owner can read
+            os.replace(beside, folder / "model.safetensors")
+        except SafetensorError as error:
+            raise OSError(f"{folder / 'model.safetensors'}: cannot be written ({error}); make room, or write to another place") from None
+        finally:
+            beside.unlink(missing_ok=True)
+        write_whole(folder / "config.json", json.dumps(self.config.to_hf(dtype), indent=2, ensure_ascii=False) + "\n")
 
 
-def tensor_files(folder: Path) -> dict[Path, list[str] | None]:
-    """File -> the keys to take from it (None: all), for a one-file or a sharded checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return {folder / "model.safetensors": None}
-    if not index.is_file():
-        raise Refusal(f"{folder}: neither model.safetensors nor {index.name}; pickled checkpoints (.bin) are not read")
+@contextlib.contextmanager
+def opened(file: Path, device: str = "cpu") -> Iterator[safe_open]:
+    """A safetensors file; what goes wrong in it is refused by its name."""
+    try:
+        with safe_open(file, framework="pt", device=device) as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise Refusal(f"{file}: cannot be read as safetensors ({error}); fetch the file again") from None
+
+
+def tensor_files(folder: Path) -> dict[Path, dict[str, str]]:
+    """File -> {name in our network: key in the file}, for a one-file or a sharded checkpoint. Index and shards must agree, each name be there once."""
+    index, files = folder / "model.safetensors.index.json", {folder / "model.safetensors": None}
+    if not (folder / "model.safetensors").is_file():
+        if not index.is_file():
+            raise Refusal(f"{folder}: neither model.safetensors nor {index.name}; pickled checkpoints (.bin) are not read")
+        files = shards(index)
+    found, names = {}, set()
+    for file, listed in files.items():
+        with opened(file) as tensors:
+            inside = sorted(tensors.keys())
+        for key in sorted({*inside} ^ {*(inside if listed is None else listed)}):
+            raise Refusal(f"{file}: tensor {key} is {'' if key in inside else 'not '}in it, against {index.name}; fetch both again")
+        found[file] = {key.removeprefix("model."): key for key in inside if not key.endswith("rotary_emb.inv_freq")}  # a buffer that old checkpoints carry
+        for name in (key.removeprefix("model.") for key in inside):
+            if name in names:
+                raise Refusal(f"{file}: tensor {name} is there twice, with `model.` before it and without; drop one of them")
+            names.add(name)
+    return found
+
+
+def shards(index: Path) -> dict[Path, list[str]]:
+    """Shard -> the keys that the index says are in it."""
+    places = read_json(index).get("weight_map") or {}
+    if not isinstance(places, dict):
+        raise Refusal(f"{index}: its weight_map is no list of tensors and their shards; fetch the file again")
     files: dict[Path, list[str]] = {}
-    for key, name in (read_json(index).get("weight_map") or {}).items():
-        if Path(name).name != name:
-            raise Refusal(f"{index}: shard {name!r} lies outside the folder")
-        if not (folder / name).is_file():
-            raise Refusal(f"{folder}: shard {name} is missing; the index asks for it")
-        files.setdefault(folder / name, []).append(key)
+    for key, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name or ":" in name:  # the last two: Windows
+            raise Refusal(f"{index}: shard {name!r:.60} lies outside the folder")
+        if not (index.parent / name).is_file():
+            raise Refusal(f"{index.parent}: shard {name} is missing; the index asks for it")
+        files.setdefault(index.parent / name, []).append(key)
+    for stray in sorted({*index.parent.glob("model-*.safetensors")} - files.keys()):
+        raise Refusal(f"{stray}: is not in {index.name}; fetch the index again, or delete this shard if it belongs to another checkpoint")
     return files
 
 
-def checked(tensor: Tensor, key: str, expected: Tensor | None, file: Path, config: Config) -> Tensor:
+def checked(tensor: Tensor, key: str, expected: Tensor | None, file: Path, config: Config, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise Refusal(f"{file}: {key} holds {str(tensor.dtype).removeprefix('torch.')}, not fp16, bf16, fp32 or fp64: a quantised checkpoint is not supported")
     if key == "lm_head.weight" and config.tie_word_embeddings:
-        return tensor  # compared with the embedding once both are here
+        return tensor.to(dtype)  # compared with the embedding once both are here
     if expected is None:
         raise Refusal(f"{file}: tensor {key} has no place in a {config.model_type} of this config")
     if tensor.shape != expected.shape:
         raise Refusal(f"{file}: {key} has shape {tuple(tensor.shape)}, the config implies {tuple(expected.shape)}")
-    if not torch.isfinite(tensor).all():
+    if not torch.isfinite(tensor := tensor.to(dtype)).all():
         raise Refusal(f"{file}: {key} holds NaN or infinity")
     return tensor

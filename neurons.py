@@ -19,17 +19,19 @@ from model import Transformer
 from teachers import Refusal
 
 
-def read_cloze(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+def read_cloze(path: str, tokenizer: Tokenizer, positions: int) -> list[tuple[list[int], list[int]]]:
     """{"prompt": ..., "answer": ...} a line -> token ids of both; a BOS first where the tokenizer's own post-processor puts one."""
     questions, bos = [], [tokenizer.bos] * (tokenizer.bos is not None)
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             prompt, whole = (tokenizer.encode(text) for text in (row["prompt"], row["prompt"] + row["answer"]))
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise Refusal(f'{path}, line {number}: write {{"prompt": "The capital of France is", "answer": " Paris"}}') from None
         if not prompt or whole[:len(prompt)] != prompt or len(whole) == len(prompt):
             raise Refusal(f"{path}, line {number}: the prompt must end where a token ends (give the answer its leading space)")
+        if len(bos + whole) > positions:
+            raise Refusal(f"{path}, line {number}: {len(bos + whole)} tokens, the model has {positions} positions")
         questions.append((bos + prompt, whole[len(prompt):]))
     if not questions:
         raise Refusal(f"{path}: no question in it")

@@ -12,7 +12,8 @@ document keeps its side when others come and go. With a budget (--tokens) the un
 is reached: a sample of the whole source, not its beginning.
 
 A shard is a safetensors file: "tokens", and for chats "mask", 1 where the loss falls. The header states dtype and shape, its metadata
-FORMAT, the vocabulary and the tokenizer's fingerprint, so that ids of another tokenizer, or 128k ids in 16 bits, are refused, not trained on.
+FORMAT, the vocabulary, the tokenizer's fingerprint and a digest, so that ids of another tokenizer, 128k ids in 16 bits, or a file that a disk
+or a copy has damaged are refused, not trained on.
 """
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import chat
-from sources import CHAT_COLUMNS, TABLES, Bad, Part, Row, read, source_files, units_of, where
-from teachers import Refusal, read_json, write_whole
+from sources import CHAT_COLUMNS, SUFFIXES, TABLES, Bad, Part, Row, read, source_files, units_of, where
+from teachers import Refusal, plain, read_json, write_whole
 from tokenizer import Tokenizer
 
-FORMAT = "lrc-tokens 1"  # what the files are, and the version of their layout
+FORMAT = "lrc-tokens 2"  # what the files are, and the version of their layout
 HELD_OUT_EVERY = 20
 SIDES = ("train", "val")
 
@@ -62,6 +63,11 @@ class Choice:
 
 def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """Of what a shard holds: another wherever a token or the mask is another."""
+    return hashlib.sha256(b"".join(tensors[name].tobytes() for name in ("tokens", "mask") if name in tensors)).hexdigest()
 
 
 # ------------------------------------------------------------------------------------- one unit of work
@@ -98,7 +104,7 @@ class Scribe:
         try:
             ids, mask = chat.encode(messages, render, self.tokenizer)
         except Exception as error:  # a template is a program of somebody else's and may raise anything
-            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({' '.join(str(error).split())})") from None
+            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({plain(error) or type(error).__name__})") from None
         return [*ids, self.tokenizer.separator], [*mask, 0] if self.choice.chats else [], sum(size(m["content"]) for m in messages)
 
     def taken(self, row: Row) -> bool:
@@ -144,11 +150,11 @@ class Scribe:
     def save(self, number: int, side: str, tokens: np.ndarray, mask: np.ndarray, account: dict) -> None:
         tensors = {"tokens": tokens.astype(self.dtype)} | ({"mask": mask} if self.choice.chats else {})
         account["tokens"][side], account["assistant"][side] = len(tokens), int(mask.sum())
-        account[f"digest_{side}"] = hashlib.sha256(b"".join(t.tobytes() for t in tensors.values())).hexdigest()
+        account[f"digest_{side}"] = digest(tensors)
         path = self.making / f"{side}-{number:05d}.safetensors"
         if len(tokens):
             try:
-                save_file(tensors, path.with_suffix(".tmp"), self.metadata)
+                save_file(tensors, path.with_suffix(".tmp"), self.metadata | {"sha256": account[f"digest_{side}"]})
             except SafetensorError as error:
                 raise OSError(f"{path}: cannot be written ({error}); is the disk full? The same command goes on from there") from None
             os.replace(path.with_suffix(".tmp"), path)
@@ -207,16 +213,14 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     A chat template may write the date: tokens.json states which. Raises Refusal: nothing to read, a row that cannot be read (with its
     line), a folder that holds something else. However it was stopped, the same call goes on with the units that are still to do.
     """
-    if (Path(source) / "tokens.json").exists():
-        chats = any(read_json(Path(source) / "tokens.json").get("assistant", {}).values())
+    if source and (Path(source) / "tokens.json").exists():
+        chats = any(read_summary(Path(source)).get("assistant", {}).values())
         if out is not None or replace(choice, chats=False) != Choice():
             raise Refusal(f"{source}: is prepared already; give its own source, or leave --out and what is to be taken of it out")
         if choice.chats and not chats:
             raise Refusal(f"{source}: holds documents, not chats with a mask; prepare their .jsonl with `data.py prepare --chats`")
         return Path(source)
-    files = [file for file in source_files(source) if not choice.chats or file[1].lower().endswith(TABLES)]
-    if not files:
-        raise Refusal(f'data {source!r}: no .jsonl or .parquet file in it; chats are {{"messages": [{{"role", "content"}}, ...]}} a row')
+    files = source_files(source, TABLES if choice.chats else SUFFIXES, tell=not quiet)
     template = chat.read_template(tokenizer.folder)
     if choice.chats and template is None:
         raise Refusal(f"{tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
@@ -254,12 +258,21 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
 
 def finished(out: Path, stamp: str) -> bool:
     if (out / "tokens.json").exists():
-        if read_json(out / "tokens.json").get("stamp") != stamp:
+        if read_summary(out).get("stamp") != stamp:
             raise Refusal(f"{out}: holds the tokens of other files, other options or another tokenizer; give another --out or delete it")
         return True
     if out.exists():
         raise Refusal(f"{out}: exists and is not a token folder; give another --out")
     return False
+
+
+def read_summary(folder: Path) -> dict:
+    """tokens.json of a prepared folder."""
+    summary = read_json(folder / "tokens.json")
+    counts, assistant = summary.get("tokens"), summary.get("assistant", {})
+    if not (isinstance(summary.get("fingerprint"), str) and isinstance(counts, dict) and isinstance(assistant, dict) and all(type(counts.get(side)) is int for side in SIDES)):
+        raise Refusal(f"{folder / 'tokens.json'}: not as `data.py prepare` writes it; prepare the data again")
+    return summary
 
 
 def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: Choice, begun: dict, workers: int | None, quiet: bool, out: Path) -> None:
@@ -270,7 +283,7 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
     sizes = [sum(part.end - part.begin for part in unit) for unit in units]
     now = datetime.fromisoformat(begun["date"])
     own = Scribe(tokenizer, making, choice, now)
-    workers = workers or max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), len(units) // 4))
+    workers = min(workers or max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), len(units) // 4)), len(units))
     accounts: list[dict] = []
     clock = told = time.monotonic()
     both = lambda key: {side: sum(a[key][side] for a in accounts) for side in SIDES}
@@ -290,10 +303,10 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
                 left = f"{(told - clock) / fresh * (1 / share - 1) / 60:.0f} min" if share and fresh else "?"
                 print(f"tokenising {source}: {share:.1%}, {total:,} training tokens, {speed():,.0f} tokens/s, left {left}",
                       end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-    if not any(both("tokens").values()):
+    if not any(both("bytes").values()):
         for path in making.glob("*-*"):  # there is nothing in them to go on from
             path.unlink()
-        raise Refusal(f"data {source!r}: {'its first document has more than the --tokens asked for' if choice.tokens else 'no document in it'}")
+        raise Refusal(f"data {source!r}: {'its first document has more than the --tokens asked for' if choice.tokens else 'no document in it that has text'}")
     summary = dict(source=source, files=len(files), bytes=sum(both("bytes").values()), documents=both("documents"), tokens=both("tokens"),
                    fingerprint=hashlib.sha256("".join(a["digest_train"] + a["digest_val"] for a in accounts).encode()).hexdigest()[:16],
                    skipped=sum(a["skipped"] for a in accounts), separator_inside=sum(a["inside"] for a in accounts), choice=asdict(choice), **begun, **own.metadata)

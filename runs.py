@@ -81,7 +81,8 @@ def writing(path: Path, partial: Path | None = None, then: str = "go on with --r
             shutil.rmtree(partial, ignore_errors=True)
         elif partial:
             partial.unlink(missing_ok=True)
-        raise Refusal(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); make room, then {then}") from None
+        reason = os.strerror(error.errno) if getattr(error, "errno", None) else error
+        raise Refusal(f"{path}: cannot be written ({reason}); make room, then {then}") from None
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",

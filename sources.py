@@ -5,6 +5,8 @@
     FOLDER                                     such files, and .parquet
     hub:OWNER/NAME[@REVISION][:FOLDER]         the .parquet or .jsonl files of a data set on the hub, read over the network, never stored
 
+What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and told.
+
 A part is a byte range of a file. What begins in it belongs to it: a line, a piece of a .txt, a row group of a .parquet, a whole .py or .md.
 So parts can be read in any order, by anyone, and together they are the file, each document once.
 """
@@ -13,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import sysconfig
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
-from teachers import Refusal
+from teachers import Refusal, plain
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PIECE = 4096                  # bytes of a .txt after which the next blank line ends a document
@@ -64,27 +68,39 @@ def where(part: Part, place: int) -> str:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def source_files(source: str) -> list[tuple[str, str, int, int]]:
-    """(name, path, bytes, time of change) of every file of a source, sorted by name. Raises Refusal where there is none."""
+def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = False) -> list[tuple[str, str, int, int]]:
+    """(name, path, bytes, time of change) of every file of a source of these kinds, sorted by name; with `tell` a line for what is left
+    out. Raises Refusal where there is none."""
+    if not source:
+        raise Refusal("data '': name a file, a folder, `stdlib` or hub:OWNER/NAME")
     if source.startswith("hub:"):
-        return hub_files(source)
+        return hub_files(source, tell)
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        found = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+        found, others = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts) and ".py" in kinds], ""
     else:
         root = Path(source)
         if not root.exists():
             raise Refusal(f"data {source!r}: no such file or folder, and neither `stdlib` nor hub:OWNER/NAME")
-        found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-        found = [*{p.resolve(): p for p in reversed(found) if p.suffix.lower() in SUFFIXES}.values()]  # a file and a link to it are one
+        every = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        found = [*{p.resolve(): p for p in reversed(every) if p.suffix.lower() in kinds}.values()]  # a file and a link to it are one
         root = root.parent if root.is_file() else root
+        others = counted(p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds)
     if not found:
-        raise Refusal(f"data {source!r}: no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file in it")
+        raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it" + f", but {others}; unpack or convert what is text" * bool(others))
+    if tell and others:
+        print(f"data {source!r}: left out {others}; read are {', '.join(kinds)}", file=sys.stderr)
     return sorted((p.relative_to(root).as_posix(), str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found)
 
 
-def hub_files(source: str) -> list[tuple[str, str, int, int]]:
+def counted(names: Iterable[str]) -> str:
+    """Files by kind, for a line about those that are not read: "3 .gz, 1 .csv". Hidden ones need no word."""
+    kinds = Counter(PurePath(name).suffix.lower() or "without a suffix" for name in names if not any(part.startswith(".") for part in PurePath(name).parts))
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(8))
+
+
+def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]]:
     """The data files of hub:OWNER/NAME[@REVISION][:FOLDER] at one exact commit. A set in another format is read from the .parquet copy
     that the hub makes of it."""
     from huggingface_hub import HfApi
@@ -102,16 +118,22 @@ def hub_files(source: str) -> list[tuple[str, str, int, int]]:
         files = [(f.rfilename, f"hub://datasets/{repo}@{info.sha}/{f.rfilename}", f.size or 0, 0) for f in info.siblings
                  if f.rfilename.startswith(under) and f.rfilename.lower().endswith(TABLES)]
         if files:
+            others = counted(f.rfilename for f in info.siblings if f.rfilename.startswith(under) and not f.rfilename.lower().endswith((*TABLES, "readme.md")))
+            if tell and others:
+                print(f"{source}: left out {others}; read are {', '.join(TABLES)}", file=sys.stderr)
             return sorted(files)
     raise Refusal(f"{source}: no .parquet or .jsonl file in it; see https://huggingface.co/datasets/{repo}/tree/main")
 
 
 @contextlib.contextmanager
 def open_binary(path: str) -> Iterator[BinaryIO]:
-    """The file, local or on the hub; whatever goes wrong on the way to the hub is an OSError that says what to do."""
+    """The file, local or on the hub; whatever goes wrong in reading is an OSError that names it and says what to do."""
     if not path.startswith("hub://"):
-        with open(path, "rb") as file:
-            yield file
+        try:
+            with open(path, "rb") as file:
+                yield file
+        except OSError as error:
+            raise OSError(f"{path}: cannot be read ({error.strerror or error}); mend or leave out this file") from None
         return
     from huggingface_hub import HfFileSystem
     try:
@@ -120,7 +142,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
     except Refusal:
         raise
     except Exception as error:
-        raise OSError(f"{path}: reading stopped ({type(error).__name__}: {error}); the same command goes on from there") from None
+        raise OSError(f"{path}: reading stopped ({type(error).__name__}: {plain(error)}); the same command goes on from there") from None
 
 
 def units_of(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:
@@ -150,10 +172,10 @@ def read(part: Part, columns: tuple[str, ...] = ("text", *CHAT_COLUMNS)) -> Iter
             for place, fields in parquet_rows(part, file, columns) if part.path.lower().endswith(".parquet") else json_rows(part, file):
                 yield row_of(part, place, fields, columns)
         elif part.path.lower().endswith(".txt"):
-            for place, text in pieces(file, part):
-                yield Row(part, place, text, {"text": text})
+            for place, raw in pieces(file, part):
+                yield document_of(part, place, raw)
         else:
-            yield Row(part, 0, part.name, {"text": text_of(file.read())})
+            yield document_of(part, 0, file.read(), part.name)
 
 
 def lines_from(part: Part, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -169,27 +191,33 @@ def lines_from(part: Part, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         place, skip = place + len(line), False
 
 
-def pieces(file: BinaryIO, part: Part) -> Iterator[tuple[int, str]]:
+def pieces(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes]]:
     """A text file ends a document at the first blank line beyond PIECE bytes, and at each BLOCK, where parts may begin."""
     held, start, size = [], part.begin, 0
     for place, line in lines_from(part, file):
         if held and place // BLOCK > start // BLOCK:
-            yield start, text_of(b"".join(held))
+            yield start, b"".join(held)
             held = []
         if not held:
             start, size = place, 0
         held.append(line)
         size += len(line)
         if size > PIECE and not line.strip():
-            yield start, text_of(b"".join(held))
+            yield start, b"".join(held)
             held = []
     if held:
-        yield start, text_of(b"".join(held))
+        yield start, b"".join(held)
 
 
-def text_of(raw: bytes) -> str:
-    """UTF-8 with line breaks as Python reads them; what is not UTF-8 becomes U+FFFD."""
-    return raw.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+def document_of(part: Part, place: int, raw: bytes, name: str | None = None) -> Row | Bad:
+    """UTF-8 text with line breaks as Python reads them; its side hangs on its name, else on itself."""
+    try:
+        text = raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        return Bad(part, place, f"not UTF-8 text (a byte {raw[error.start]:#04x})")
+    if "\0" in text:
+        return Bad(part, place, "not text (a byte 0)")
+    return Row(part, place, name or text, {"text": text})
 
 
 def json_rows(part: Part, file: BinaryIO) -> Iterator[tuple[int, object]]:
@@ -206,7 +234,7 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
     try:
-        table = ParquetFile(file)
+        table = ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if not set(columns) & set(names):
             raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")
@@ -216,7 +244,8 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
             first = group.column(0)
             begin = min(o for o in (first.dictionary_page_offset, first.data_page_offset) if o)
             if part.begin <= begin < part.end:
-                for batch in table.iter_batches(batch_size=256, row_groups=[g], columns=[n for n in names if n in (*columns, "id", "title", "score")]):
+                for batch in table.iter_batches(batch_size=256, row_groups=[g], use_threads=False,  # the workers have the cores
+                                                columns=[n for n in names if n in (*columns, "id", "title", "score")]):
                     yield from enumerate(batch.to_pylist(), place)
                     place += len(batch)
             else:

@@ -20,6 +20,9 @@ TOKENIZER = WANTED[4:]  # all that preparing data takes
 class Refusal(ValueError):
     """Something a user can mend. Commands print it as one line and stop, exit code not 0, never a traceback."""
 
+    def __init__(self, text: str):
+        super().__init__("".join(c if c.isprintable() else " " for c in text))  # names and values out of a foreign file may hold anything
+
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA3 = dict(model_type="llama", torch_dtype="bfloat16", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
@@ -75,6 +78,8 @@ def resolve(teacher: str, revision: str | None = None, files: list[str] = WANTED
         return HERE / "tiny", "tiny (in this repository)"
     if preset is None and teacher and Path(teacher).is_dir():
         return Path(teacher), f"{Path(teacher).resolve().name} (local folder)"
+    if preset is None and teacher and Path(teacher).exists():
+        raise Refusal(f"teacher {teacher!r} is a file: give the folder that it lies in")
     repo = preset["hub"] if preset else teacher
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo[0] in "./":
         raise Refusal(f"teacher {teacher!r} is neither a folder, a hub id (owner/name) nor a preset: {', '.join(PRESETS)}")
@@ -87,7 +92,7 @@ def download(repo: str, revision: str | None, files: list[str]) -> tuple[Path, s
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     page = f"https://huggingface.co/{repo}"
-    instead = "or pass a local folder: --teacher FOLDER"
+    instead = f"or pass a local folder: --teacher FOLDER (there is none here called {repo})"
     try:  # one short call names what is wrong (and the commit) before any large file moves
         commit = HfApi().model_info(repo, revision=revision, timeout=8).sha
         return Path(snapshot_download(repo, revision=commit, allow_patterns=files)), f"{repo}@{commit}"
@@ -127,9 +132,18 @@ def write_whole(path: Path, text: str) -> None:
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
-    except OSError:  # no room: nothing partial stays
+    except OSError as error:
+        raise OSError(error.errno, f"{path}: cannot be written ({error.strerror or error}); make room, or write to another place") from None
+    finally:
         beside.unlink(missing_ok=True)
-        raise
+
+
+def plain(error: BaseException) -> str:
+    """What an exception says, in one line and without secrets: the hub's libraries may put a token, or an address that carries one, in it."""
+    text = " ".join(str(error).split())
+    for token in filter(None, map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))):
+        text = text.replace(token, "...")
+    return re.sub(r"\bhf_\w+|(?<=://)[^\s/@]+@|(?<=\?)[^\s'\")]+|(?<=[Bb]earer )\S+", "...", text)
 
 
 def read_json(path: Path) -> dict:
@@ -137,7 +151,7 @@ def read_json(path: Path) -> dict:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); is the folder the one you mean?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, brackets without end
         raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(read, dict):
         raise Refusal(f"{path}: holds a JSON {type(read).__name__}, not an object; fetch the file again")

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import chat
 from model import Transformer, rope_frequencies
 from teachers import Refusal, read_json
-from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer
+from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer, named_tokens
 
 FILE_TYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # general.file_type
 
@@ -126,14 +127,13 @@ def add_tokenizer(writer, folder: Path, rows: int) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
 
-    file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    file, template = folder / "tokenizer_config.json", chat.read_template(folder)
     config = read_json(file) if file.exists() else {}
-    named = {key: value["content"] if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
+    named = named_tokens(config)
     bos, eos = (tokenizer.special.get(named.get(key)) for key in ("bos_token", "eos_token"))
     if bos is not None or tokenizer.bos is not None:
         writer.add_bos_token_id(bos if tokenizer.bos is None else tokenizer.bos)
     writer.add_eos_token_id(tokenizer.separator if eos is None else eos)
     writer.add_add_bos_token(tokenizer.bos is not None)  # only where the tokenizer itself begins a text with it
-    chat = template.read_text(encoding="utf-8") if template.exists() else config.get("chat_template")
-    if chat:
-        writer.add_chat_template(chat)
+    if template:
+        writer.add_chat_template(template[0])

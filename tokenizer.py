@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from teachers import Refusal, read_json
+from teachers import Refusal, read_json, write_whole
 
 # Text is cut into pieces by a pattern, and tokens never span two pieces. tiktoken's regular expressions are not the library's: these
 # alternatives, one of each row in this order, mean the same in both, and between them leave no character out
@@ -126,6 +127,11 @@ class Tokenizer:
             return [i for piece in pieces if piece for i in self.encoding._encode_single_piece(piece)]
         return self.encoding.encode_ordinary(text)
 
+    def must_fit(self, rows: int, model: str | Path) -> None:
+        """Refuse a model whose embedding has fewer rows than there are tokens."""
+        if self.vocab_size > rows:
+            raise Refusal(f"{model}: the tokenizer has {self.vocab_size} tokens, the embedding only {rows} rows; take the tokenizer that belongs to the model")
+
     def document(self, text: str) -> list[int]:
         """Ids of a pretraining document: BOS where the tokenizer puts one, the text, the separator."""
         return ([self.bos] if self.bos is not None else []) + self.encode(text) + [self.separator]
@@ -177,8 +183,8 @@ def never_merged(ids: dict[str, int], pairs: dict[tuple[str, str], int], raw: di
         for token in tokens[begin:end]:
             parts = [name[i] for i in proved._encode_single_piece(raw[token].translate(None, no_token))]
             while len(parts) > 1:
-                ranks = [pairs.get(pair, len(pairs)) for pair in itertools.pairwise(parts)]
-                if (first := min(ranks)) == len(pairs):
+                ranks = [pairs.get(pair, math.inf) for pair in itertools.pairwise(parts)]  # not len(pairs): a merge listed twice has two ranks
+                if (first := min(ranks)) == math.inf:
                     break
                 at = ranks.index(first)
                 parts[at:at + 2] = [parts[at] + parts[at + 1]]
@@ -282,12 +288,17 @@ def first_token(post: dict | None, special: dict[str, int]) -> int | None:
 
 def separator(config: dict, special: dict[str, int]) -> int:
     """The token that ends a pretraining document."""
-    eos = config.get("eos_token")
-    names = ["<|endoftext|>", "<|end_of_text|>", eos["content"] if isinstance(eos, dict) else eos]
+    names = ["<|endoftext|>", "<|end_of_text|>", named_tokens(config).get("eos_token")]
     found = next((special[name] for name in names if name in special), None)
     if found is None:
         raise Refusal(f"no separator token (looked for {names})")
     return found
+
+
+def named_tokens(config: dict) -> dict[str, str]:
+    """{"eos_token": "</s>", ...} of a tokenizer_config.json, which writes a token as its text or as a block that holds it."""
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -301,13 +312,16 @@ def byte_alphabet() -> dict[str, int]:
 def train_tokenizer(texts: Iterable[str], vocab: int, out: Path) -> None:
     """A byte-level BPE of `vocab` tokens, learnt from `texts`, as a HF tokenizer.json."""
     from tokenizers import Tokenizer as HF, decoders, models, pre_tokenizers, trainers
+    first = next(texts := iter(texts), None)
+    if first is None:
+        raise Refusal("no text to learn a vocabulary from")
     hf = HF(models.BPE())
     hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     hf.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=["<|endoftext|>"],
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    hf.train_from_iterator(texts, trainer)
+    hf.train_from_iterator(itertools.chain([first], texts), trainer)
     out.mkdir(parents=True, exist_ok=True)
-    hf.save(str(out / "tokenizer.json"))
+    write_whole(out / "tokenizer.json", hf.to_str(pretty=True))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")

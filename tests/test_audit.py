@@ -229,8 +229,8 @@ def test_masked_neurons_are_those_a_network_without_them_would_lack():
     assert torch.allclose(ours, torch.stack(seen).view(3, 2, 60).mean(0))
 
 
-def test_what_cannot_be_compared_is_refused_before_anything_is_scored(tmp_path, pair):
-    teacher, student, *_ = pair
+def test_what_cannot_be_compared_is_refused_before_anything_is_scored(tmp_path):
+    teacher, student = (saved(tmp_path / str(width), random_net(vocab_size=2049, hidden_size=width)) for width in (24, 12))
     (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
     for folder, name in ((teacher, "a"), (student, "b")):  # two tokenizers that differ in a special token
         spec = json.loads((ROOT / "tiny" / "tokenizer.json").read_text())
@@ -266,9 +266,9 @@ def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_pat
     from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
     tokenizer = Tokenizer(ROOT / "tiny")
-    plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer)
+    plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer, 99)
     tokenizer.bos = 7
-    assert neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer) == [([7, *prompt], answer) for prompt, answer in plain]
+    assert neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer, 99) == [([7, *prompt], answer) for prompt, answer in plain]
 
 
 @pytest.mark.parametrize("line, word", [("{", "line 1"), ('{"prompt": "x"}', "line 1"), ('{"prompt": "", "answer": "x"}', "where a token ends"),
@@ -277,7 +277,7 @@ def test_cloze_files_are_checked(tmp_path, line, word):
     from tokenizer import Tokenizer
     (tmp_path / "c.jsonl").write_text(line + "\n" if line else "")
     with pytest.raises(Refusal, match=word):
-        neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"))
+        neurons.read_cloze(str(tmp_path / "c.jsonl"), Tokenizer(ROOT / "tiny"), 99)
 
 
 PEAK = """

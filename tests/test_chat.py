@@ -12,7 +12,7 @@ import chat
 import sources
 from data import Tokens
 from distill import IGNORE
-from prepare import FORMAT, Choice, held_out, prepare
+from prepare import FORMAT, Choice, digest, held_out, prepare
 from teachers import Refusal
 from tokenizer import Tokenizer
 
@@ -206,7 +206,7 @@ ONES = np.ones(40, np.uint8)
 def test_a_mask_that_cannot_be_right_is_refused(tmp_path, masks):
     for n, mask in enumerate(masks):
         tensors = {"tokens": np.arange(40, dtype=np.uint16)} | ({} if mask is None else {"mask": mask})
-        save_file(tensors, tmp_path / f"train-{n:05d}.safetensors", {"format": FORMAT, "vocab_size": "40", "tokenizer": "x"})
+        save_file(tensors, tmp_path / f"train-{n:05d}.safetensors", {"format": FORMAT, "vocab_size": "40", "tokenizer": "x", "sha256": digest(tensors)})
     refused("mask", tmp_path.name, call=Tokens, folder=tmp_path, split="train", seq_len=8)
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 import data
 import sources
 from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
-from prepare import FORMAT, held_out, prepare
+from prepare import FORMAT, digest, held_out, prepare
 from teachers import Refusal
 
 ROOT = Path(data.__file__).parent
@@ -75,7 +75,8 @@ META = {"format": FORMAT, "vocab_size": "1000", "tokenizer": "numbers"}
 ])
 def test_A4_a_shard_that_cannot_be_right_is_refused(tmp_path, name, dtype, key, meta, keep):
     shard = tmp_path / "train-00000.safetensors"
-    save_file({key: np.arange(100).astype(dtype)}, shard, meta)
+    tensors = {key: np.arange(100).astype(dtype)}
+    save_file(tensors, shard, meta | {"sha256": digest(tensors)})
     shard.write_bytes(shard.read_bytes()[:keep])
     if name:
         refused(name, Tokens, tmp_path, "train", 10, Numbers())
@@ -106,7 +107,8 @@ def test_windows_are_cuts_of_the_joined_documents_however_many_shards_hold_them(
 @pytest.fixture(scope="module")
 def tokens_folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("order")
-    save_file({"tokens": np.arange(0, 1 + 4 * 40, dtype=np.uint16)}, home / "train-00000.safetensors", {"format": FORMAT, "vocab_size": "200", "tokenizer": "x"})
+    tensors = {"tokens": np.arange(0, 1 + 4 * 40, dtype=np.uint16)}
+    save_file(tensors, home / "train-00000.safetensors", {"format": FORMAT, "vocab_size": "200", "tokenizer": "x", "sha256": digest(tensors)})
     return home  # 40 windows of 4; window i begins with token 4 * i
 
 
@@ -153,9 +155,10 @@ def three(tmp_path_factory):
     for k, windows in enumerate((40, 7, 300)):
         (home / str(k)).mkdir()
         for split in ("train", "val"):
-            tokens = np.arange(10_000 * k, 10_000 * k + 1 + 4 * windows, dtype=np.uint16)
-            save_file({"tokens": tokens}, home / str(k) / f"{split}-00000.safetensors", {"format": FORMAT, "vocab_size": "30000", "tokenizer": "numbers"})
-        (home / str(k) / "tokens.json").write_text(json.dumps({"source": str(k), "fingerprint": str(k)}), encoding="utf-8")
+            tensors = {"tokens": np.arange(10_000 * k, 10_000 * k + 1 + 4 * windows, dtype=np.uint16)}
+            save_file(tensors, home / str(k) / f"{split}-00000.safetensors", {"format": FORMAT, "vocab_size": "30000", "tokenizer": "numbers", "sha256": digest(tensors)})
+        summary = {"source": str(k), "fingerprint": str(k), "tokens": dict.fromkeys(("train", "val"), 1 + 4 * windows)}
+        (home / str(k) / "tokens.json").write_text(json.dumps(summary), encoding="utf-8")
     return home
 
 
