@@ -93,6 +93,7 @@ def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) ->
     """Make the run folder: config.json, and the tokenizer files that the exported student will carry. `identity` is what a resumed
     run must share besides the flags: teacher, data, ranks."""
     with writing(run, then="begin again"):
+        run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "metrics.jsonl", "")  # first: it is what check_folder knows a run by
         (run / "tokenizer").mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
@@ -182,8 +183,8 @@ def read_state(folder: Path) -> dict:
     if folder.suffix == ".tmp":
         raise Refusal(f"{folder}: its writing was interrupted")
     state = read_json(folder / "state.json")
-    if not {"step", "tokens"} <= state.keys() or folder.name != f"step-{state['step']:0>7}":
-        raise Refusal(f"{folder / 'state.json'}: step or tokens is missing, or the step is not that of the folder")
+    if not all(type(state.get(key)) is int for key in ("step", "tokens")) or folder.name != f"step-{state['step']:0>7}":
+        raise Refusal(f"{folder / 'state.json'}: step or tokens is missing or no number, or the step is not that of the folder")
     for file in ("state", "student"):
         try:
             with safe_open(folder / f"{file}.safetensors", framework="pt"):  # compares the file's length with its header
