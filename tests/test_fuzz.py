@@ -486,26 +486,25 @@ def test_an_index_and_its_shards_agree_or_are_refused(place, value):
 
 @st.composite
 def clones(draw):
-    """(shape of the teacher, width, mode, coordinates, dtype of the export, seed)."""
+    """(shape of the teacher, width, mode, coordinates, bases, seed)."""
     heads, kv = draw(st.sampled_from([(2, 1), (2, 2), (4, 2)]))
     width, F = draw(st.sampled_from([4, 8, 12])), draw(st.sampled_from([9, 20, 31]))
     shape = dict(vocab_size=2048 if draw(st.integers(0, 9)) == 0 else 11, hidden_size=draw(st.sampled_from([width, width + 4, 16])), intermediate_size=F, num_hidden_layers=draw(st.integers(1, 2)),
                  num_attention_heads=heads, num_key_value_heads=kv, head_dim=draw(st.sampled_from([2, 4, 6])), tie_word_embeddings=draw(st.booleans()),
                  model_type=draw(st.sampled_from(["llama", "qwen2"])))
     mode = draw(st.sampled_from(core.MODES))
-    return shape, width, mode, draw(st.sampled_from(["span", "teacher"])), mode == "core" and draw(st.booleans()), draw(st.integers(0, 1 << 30))
+    return shape, width, mode, draw(st.sampled_from(["span", "teacher"])), draw(st.sampled_from(core.BASES)), draw(st.integers(0, 1 << 30))
 
 
 def float64_of(m):
-    """The matrix of a map from its coordinates in float64; for implicit bases [T U] = 1 - Y S Y^T written out, by the definition in core.py."""
+    """The matrix of a map from its coordinates in float64; for compact and implicit bases T and U = [B; 1] - T B written out."""
     Z = m.Z.double()
-    if isinstance(m, core.Implicit):
-        W_T = m.flip(m.teacher_weight[0]).double()
-        T = W_T @ m.M.double()
-        k = T.shape[1]
-        Y = torch.eye(len(T), k, dtype=torch.float64) - T
-        Q = torch.eye(len(T), dtype=torch.float64) - Y @ m.S.double() @ Y.T
-        W = Q @ torch.cat([Z * m.sign, m.Zc.double()], 1).T
+    if isinstance(m, core.Compact):
+        k, T1 = len(m.T1), m.T1.double()
+        B = m.B.double() if m.teacher_weight[0] is None else m.N.double() @ m.flip(m.teacher_weight[0]).double()[k:].T
+        T = torch.cat([T1, B.T @ (torch.eye(k, dtype=torch.float64) - T1)])
+        U = torch.cat([B, torch.eye(B.shape[1], dtype=torch.float64)]) - T @ B
+        W = torch.cat([T, U], 1) @ torch.cat([Z * m.sign, m.Zc.double()], 1).T
     else:
         W = m.T.double() @ Z.T + (m.C.double() @ m.Zc.double().T if hasattr(m, "C") else 0)
     return W.T if m.dual else W
@@ -514,9 +513,9 @@ def float64_of(m):
 @fuzz(8, 300, clones())
 @torch.no_grad()
 def test_a_merged_clone_is_its_coordinates_and_loads_as_it_was(place, value):
-    shape, width, mode, coordinates, implicit, seed = value
+    shape, width, mode, coordinates, bases, seed = value
     teacher = random_net(seed % 1000, **shape)
-    clone = clone_of(teacher, mode, width, seed % 997, coordinates, seed, implicit)
+    clone = clone_of(teacher, mode, width, seed % 997, coordinates, seed, bases)
     generator = torch.Generator().manual_seed(seed)
     for p in clone.coordinates().values():
         p.add_(torch.randn(p.shape, generator=generator))

@@ -42,7 +42,7 @@ def same_end(one, two):
 
 
 @pytest.mark.parametrize("flags", [
-    "--mode lrc --weight-decay 0.1", "--mode dense --schedule cosine", "--mode core", "--mode random", "--mode slice", "--mode scratch", "--bases implicit",
+    "--mode lrc --weight-decay 0.1", "--mode dense --schedule cosine", "--mode core", "--mode random", "--mode slice", "--mode scratch", "--bases compact", "--bases implicit",
     "--coordinates teacher", "--mode lrc --recipe clone --init random --coordinates teacher", "--recipe gpd", "--doc-mask --data {f}/a=3,{f}/b=1", "--checkpointing",
     "--stage pretrain --width 0", "--stage sft --init {f} --width 0 --data {f}/chats.jsonl"])
 def test_resume_is_exact_from_every_kind_of_step(little, tmp_path, flags, bare, monkeypatch):
