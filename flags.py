@@ -96,9 +96,15 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
         args.out = f"runs/{name}-{args.mode if args.stage == 'distill' else args.stage}"
     if args.resume:
         record = read_json(Path(args.out) / "config.json")
-        if "args" not in record:
+        if not isinstance(record.get("args"), dict):
             raise Refusal(f"{args.out}: its config.json is not that of a run; --resume takes the --out of an earlier one")
         stored = {f.name: f.default for f in fields(Args)} | record["args"]  # older runs lack newer flags
+        for f in fields(Args):
+            kind = type(stored[f.name])
+            if kind is not type(f.default) and (kind, type(f.default)) != (int, float) or stored[f.name] not in f.metadata.get("choices", [stored[f.name]]):
+                raise Refusal(f"{args.out}/config.json: {f.name} is {stored[f.name]!r}, which --{f.name.replace('_', '-')} cannot be; was it edited?")
+        if unknown := sorted(stored.keys() - {f.name for f in fields(Args)}):
+            raise Refusal(f"{args.out}/config.json: {unknown[0]} is no flag of this train.py; resume with the code the run began with (its git_commit)")
         for name, value in given.items():
             if name not in FREE_ON_RESUME and value != stored[name]:
                 raise Refusal(f"--{name.replace('_', '-')} {value} contradicts {args.out}/config.json ({stored[name]}); a resumed run keeps its flags")

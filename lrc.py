@@ -19,6 +19,7 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 
 import torch
@@ -214,6 +215,9 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
 
     # 2. Layer by layer, both streams advancing together
     with tempfile.TemporaryDirectory() as folder:
+        if (needed := 4 * ids.numel() * (c.hidden_size + r)) > (free := shutil.disk_usage(folder).free):  # a mapped file without room kills the process
+            raise Refusal(f"{tempfile.gettempdir()}: calibrating on {ids.numel():,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
+                          "make room, set TMPDIR to another place, or give fewer --calibration-tokens")
         h_T, h_S = (torch.from_file(f"{folder}/{who}", shared=True, size=ids.numel() * width).view(*ids.shape, width)
                     for who, width in (("teacher", c.hidden_size), ("student", r)))
         for rows in chunks:

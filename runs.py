@@ -102,9 +102,19 @@ def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) ->
         write_whole(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
 
 
+def read_record(run: Path) -> dict:
+    """config.json of a run, its parts of the kinds that train.py writes."""
+    record = read_json(run / "config.json")
+    args, data = record.get("args"), record.get("data")
+    if not (isinstance(args, dict) and isinstance(data, dict) and isinstance(data.get("fingerprint"), str)
+            and isinstance(record.get("teacher"), str) and type(record.get("ranks")) is int):
+        raise Refusal(f"{run / 'config.json'}: args, data, teacher or ranks are not as train.py writes them; is this a run folder, or was it edited?")
+    return record
+
+
 def same(run: Path, identity: dict) -> None:
     """Refuse to resume with another teacher, other data or another number of ranks than the run began with."""
-    record = read_json(run / "config.json")
+    record = read_record(run)
     for name, now in identity.items():
         was, now = (x["fingerprint"] if name == "data" else x for x in (record[name], now))
         if was != now:
@@ -225,13 +235,18 @@ def append_metrics(run: Path, row: dict) -> None:
 def read_metrics(run: Path) -> list[dict]:
     """The rows of metrics.jsonl; a last line torn by a crash is left out."""
     path, rows = run / "metrics.jsonl", []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise Refusal(f"{path}, line {number}: not JSON; mend or drop the line") from None
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break
+            row = None
+        figures = {k: v for k, v in row.items() if k not in ("teacher", "skipped")} if isinstance(row, dict) else {}
+        if type(figures.get("step")) is not int or any(type(v) not in (int, float) for v in figures.values()):
+            raise Refusal(f"{path}, line {number}: not a row of figures with its step; mend or drop the line")
+        rows.append(row)
     return rows
 
 
@@ -295,8 +310,10 @@ def compare(folders: list[Path]) -> str:
     if not folders:
         raise Refusal("name the run folders to compare: python runs.py RUN [RUN ...]")
     for run in folders:
-        record, evals = read_json(run / "config.json"), [r for r in read_metrics(run) if "val_kl" in r]
-        args = record.get("args", {"steps": 0})
+        record, evals = read_record(run), [r for r in read_metrics(run) if {"val_ce", "val_kl", "val_top1"} <= r.keys()]
+        args = record["args"]
+        if any(type(args.get(name)) is not int for name in ("steps", "width", "seed")) or args.get("mode") not in (*MODES, "scratch"):
+            raise Refusal(f"{run / 'config.json'}: steps, width, seed or mode are not as train.py writes them; was it edited?")
         if not evals or evals[-1]["step"] != args["steps"]:
             raise Refusal(f"{run}: not a finished distillation ({evals[-1]['step'] if evals else 0} of {args['steps']} steps)")
         shared = {k: v for k, v in args.items() if k not in FREE_TO_DIFFER} | {"data": record["data"]["fingerprint"]}

@@ -14,12 +14,15 @@ import huggingface_hub
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from conftest import random_net
 from safetensors.numpy import save_file
 
 import chat
 import data
+import lrc
 import merge
+import runs
 import sources
 import train
 from data import Tokens
@@ -247,7 +250,7 @@ runs.py => name the run folders
 runs.py nowhere => nowhere/config.json: cannot be read
 runs.py text.jsonl => text.jsonl/config.json: cannot be read
 runs.py zeros => zeros/config.json: not valid JSON
-runs.py object => object: not a finished distillation
+runs.py object => object/config.json: args, data, teacher or ranks
 runs.py run run => run: a second run
 reproduce.py nothing => invalid choice: 'nothing'
 reproduce.py all --processes 0 => --processes 0
@@ -350,6 +353,48 @@ def test_a_run_whose_json_was_edited_is_merged_or_refused(home, tmp_path, file):
             except Refusal as refusal:
                 assert str(run) in str(refusal) and "\n" not in str(refusal), (way, value)
             assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [1], {}, True, 1 << 40, ...], ids=str)
+def test_a_run_whose_json_was_edited_is_compared_and_resumed_or_refused(home, tmp_path, value):
+    run = shutil.copytree(home / "run", tmp_path / "run")
+    text = (run / "config.json").read_text(encoding="utf-8")
+    began = {name: json.loads(text)[name] for name in ("teacher", "data", "ranks")}
+    for way in [way for way in places(json.loads(text)) if way[0] in ("args", "teacher", "data", "ranks")]:
+        record = json.loads(text)
+        holder = record
+        for key in way[:-1]:
+            holder = holder[key]
+        holder[way[-1]] = value
+        if value is ...:
+            del holder[way[-1]]
+        (run / "config.json").write_text(json.dumps(record), encoding="utf-8")
+        for work in (lambda: runs.compare([run]), lambda: train.parse(["--resume", "--out", str(run)]), lambda: runs.same(run, began)):
+            try:
+                work()
+            except Refusal as refusal:
+                assert "\n" not in str(refusal), (way, value)
+
+
+@pytest.mark.parametrize("line", [b"null", b"3", b'{"val_kl": 1}', b'{"step": "1"}', b'{"step": 1, "loss": "x"}', b"\xff", b"[" * 3000])
+def test_a_metrics_line_that_is_no_row_is_refused_by_its_number(home, tmp_path, line):
+    run = shutil.copytree(home / "run", tmp_path / "run")
+    rows = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([rows[0], line + b"\n", *rows[1:]]))
+    with pytest.raises(Refusal, match="metrics.jsonl, line 2: not a row"):
+        runs.compare([run])
+
+
+def test_calibration_without_room_for_its_streams_is_refused_first(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("", (), {"free": 1000})())
+    with pytest.raises(Refusal, match="set TMPDIR to another place, or give fewer --calibration-tokens"):
+        lrc.calibrate(*made_pair())
+
+
+def made_pair():
+    teacher = random_net().requires_grad_(False)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return teacher, lrc.blank_student(teacher, 12), ids, ids
 
 
 # --------------------------------------------------------------------------------------- a foreign template
