@@ -8,7 +8,8 @@
 A ratio is the median over repeats, A and B timed in turns, so that what else the machine does meets both; beside it the least and the largest
 repeat. On a CPU the clock is the process's own time on one thread (not `ranks`, which waits), on a GPU the wall's after a synchronisation. Random
 weights of real shapes. On a CPU they are those of the published Llama-3.2-3B -> 1536 with every width and the length divided by 8 and 4
-of its 28 layers; tokens go by the width as there, so that 4 micro-batches are its 49,152 tokens a step on one device. On a GPU the widths are whole.
+of its 28 layers; tokens are counted as there, a sequence for 2,048. Its step has 24 sequences: 3 on each of 8 devices, or on one device
+4 micro-batches of 6, which is what is run where nothing else is said. On a GPU the widths are whole.
 What the two sides do is written in peers.py, where it is not this repository's own code.
 """
 from __future__ import annotations
@@ -85,7 +86,7 @@ def ratio(what: str, a: list[float], b: list[float], asked: str = "") -> Row:
 
 
 def alone(work, make) -> tuple[float, int]:
-    """work(make()) in a process of its own -> the CPU seconds of `work`, and the bytes by which it raises the process's resident memory."""
+    """work(make()) in a process of its own -> the CPU seconds of `work`, and the bytes by which it raises the process's resident memory. Linux, on the CPU."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure_alone, args=(theirs, work, make))
@@ -94,7 +95,7 @@ def alone(work, make) -> tuple[float, int]:
     try:
         return ours.recv()
     except EOFError:
-        raise Refusal(f"{work.__name__}: its process ended without an answer; is there memory enough?") from None
+        raise Refusal(f"{work.__name__}: its process ended without an answer: not on Linux, or not memory enough") from None
     finally:
         process.join()
 
@@ -113,12 +114,13 @@ def measure_alone(pipe, work, make) -> None:
 
 
 def paper_shape(device: torch.device, layers: int = 4) -> tuple[Config, int, int, int]:
-    """(teacher, r, sequences, length) of a micro-batch of 12,288 tokens of Llama-3.2-3B -> 1536; see above for what a CPU gets. The vocabulary is
-    cut as the layers are, so that the head keeps its share of the work."""
+    """(teacher, r, sequences, length) of a micro-batch; see the head of this file. The vocabulary is cut as the layers are, so that the head keeps its
+    share of the work."""
     s, full = 1 if device.type != "cpu" else 8, PRESETS["llama3.2-3b"]
     c = Config.from_hf(full["config"])
-    return replace(c, hidden_size=c.hidden_size // s, intermediate_size=c.intermediate_size // s, num_attention_heads=c.num_attention_heads // s,
-                   num_key_value_heads=c.num_key_value_heads // s, num_hidden_layers=layers, vocab_size=c.vocab_size * layers // c.num_hidden_layers // s), full["width"] // s, 6, 2048 // s
+    small = replace(c, hidden_size=c.hidden_size // s, intermediate_size=c.intermediate_size // s, num_attention_heads=c.num_attention_heads // s,
+                    num_key_value_heads=c.num_key_value_heads // s, num_hidden_layers=layers, vocab_size=c.vocab_size * layers // c.num_hidden_layers // s)
+    return small, full["width"] // s, 6, 2048 // s
 
 
 @dataclass
@@ -138,13 +140,11 @@ class Distillation:
         device = self.place.device
         self.teacher = Transformer(self.c)
         self.teacher.initialise(0)
-        self.teacher.to(device).requires_grad_(False).eval()
+        self.teacher.to(device, self.place.autocast).requires_grad_(False).eval()  # as files of bf16 are held
         self.args.width = self.r
         self.clone = train.build(self.args, None, self.teacher, self.c, None, self.place)
         self.student = self.clone.student
         self.student.checkpointing = self.args.checkpointing
-        if self.place.autocast and self.args.bases != "implicit":
-            self.teacher.to(self.place.autocast)
         self.optimizer = make_optimizer(self.clone, 1e-4)
         self.net, self.guide = (torch.compile(m) if self.compile else m for m in (self.student, self.teacher))
         tokens = torch.randint(0, self.c.vocab_size, (self.accum, self.batch, self.length + 1), generator=torch.Generator().manual_seed(0))
@@ -166,13 +166,13 @@ class Distillation:
 
 
 def mapped(device) -> list[Row]:
-    """What core's map between coordinates and weights adds to a step: core / dense."""
-    rows = []
-    for accum, name, asked in ((1, "one micro-batch a step", "≤ 1.10"), (4, "4 micro-batches a step", "≤ 1.03")):
-        kinds = ("compact", "explicit", "implicit")
-        dense, *cores = side_by_side([Distillation(*paper_shape(device), accum, f"--mode {flags}").step for flags in ("dense", *(f"core --bases {k}" for k in kinds))],
+    """What core's map between coordinates and weights adds to a step: core / dense, for the three kinds of bases. The published 1.12 does not state its batch."""
+    rows, (c, r, _, length), kinds = [], paper_shape(device), ("compact", "explicit", "implicit")
+    for batch, accum, asked in ((6, 1, "≤ 1.10"), (6, 4, "≤ 1.03"), (3, 1, "")):
+        dense, *cores = side_by_side([Distillation(c, r, batch, length, accum, f"--mode {flags}").step for flags in ("dense", *(f"core --bases {k}" for k in kinds))],
                                      device, 9 if accum == 1 else 5)
-        rows += [ratio(f"step, core with {kind} bases / dense, {name}", core_, dense, asked if kind == "compact" else "") for kind, core_ in zip(kinds, cores)]
+        rows += [ratio(f"step, core with {kind} bases / dense, {accum} micro-batch{'es' * (accum > 1)} of {batch} sequences", core_, dense, asked if kind == "compact" else "")
+                 for kind, core_ in zip(kinds, cores)]
         gc.collect()
     return rows
 
@@ -202,13 +202,16 @@ def step(device) -> list[Row]:
 
 
 def official(device) -> list[Row]:
-    """Our step over LRC's own (peers.official_step), its coordinates clipped and stepped by the same AdamW, at 49,152 tokens a step: 24 micro-batches of one
-    sequence, or 4 of six. LRC's code repeats its products with W_T in each micro-batch."""
+    """Our step over LRC's own (peers.official_step), its coordinates clipped and stepped by the same AdamW: in mode core with all our losses, and as plain LRC
+    with the terms and the coordinates that LRC has. LRC's code repeats its products with W_T in each micro-batch, so it matters how many a step has."""
     rows, (c, r, _, length) = [], paper_shape(device)
-    for batch, accum, asked in ((1, 24, "≤ 0.7"), (6, 4, "")):
-        a, b = side_by_side(both_steps(Distillation(c, r, batch, length, accum, "--mode core --bases compact")), device, 5)
-        rows.append(ratio(f"our step, core / a step as LRC's own code computes it, {accum} micro-batches of {batch} sequence{'s' * (batch > 1)}", a, b, asked))
-        gc.collect()
+    kinds = {"core": "--mode core --bases compact", "plain LRC, its own recipe": "--mode lrc --recipe clone --coordinates teacher"}
+    for batch, accum in ((1, 24), (6, 4), (3, 1)):
+        for kind, flags in kinds.items():
+            a, b = side_by_side(both_steps(Distillation(c, r, batch, length, accum, flags)), device, 9 if accum == 1 else 5)
+            rows.append(ratio(f"our step, {kind} / LRC's own code, {accum} micro-batch{'es' * (accum > 1)} of {batch} sequence{'s' * (batch > 1)}", a, b,
+                              "≤ 0.7" if (accum, kind) == (24, "core") else ""))
+            gc.collect()
     return rows
 
 
@@ -236,8 +239,8 @@ def streams():
     return draw(N, r).requires_grad_(), (2 * draw(V, r) / r ** 0.5).requires_grad_(), torch.arange(N) * 61 % V, draw(N, H), 2 * draw(V, H) / H ** 0.5
 
 
-def ours_loss(inputs):
-    HeadLoss.apply(*inputs, Objective())[0].backward()
+def ours_loss(inputs, chunk: int = 512):
+    HeadLoss.apply(*inputs, Objective(chunk=chunk))[0].backward()
 
 
 def naive_loss(inputs):
@@ -245,16 +248,17 @@ def naive_loss(inputs):
 
 
 def loss(device) -> list[Row]:
-    """KL and CE at (1, 2048, 128256): memory of the chunked form and of the naive one; on 256 of the tokens their values and gradients, in fp64 against each
-    other, in fp32 each against the naive one in fp64."""
+    """KL and CE at (1, 2048, 128256), on the CPU: memory of the chunked form and of the naive one; on 256 of the tokens, four chunks, their values and
+    gradients, in fp64 against each other, in fp32 each against the naive one in fp64."""
     memory = [alone(work, streams)[1] for work in (ours_loss, naive_loss)]
 
     def outcome(work, dtype) -> tuple[float, Tensor]:
         inputs = [x.detach()[:256] if len(x) == N else x.detach() for x in streams()]
         inputs = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in inputs]
         inputs[0].requires_grad_(), inputs[1].requires_grad_()
-        work(inputs)
-        return HeadLoss.apply(*inputs, Objective())[0].item() if work is ours_loss else sum(peers.naive_loss(*inputs)).item(), inputs[1].grad.double()
+        value = HeadLoss.apply(*inputs, Objective(chunk=64))[0] if work is ours_loss else sum(peers.naive_loss(*inputs))
+        value.backward()
+        return value.item(), inputs[1].grad.double()
     exact = outcome(naive_loss, torch.float64)
     apart = lambda found: (abs(found[0] / exact[0] - 1), float((found[1] - exact[1]).norm() / exact[1].norm()))
     same, ours, naive = (apart(outcome(*how)) for how in ((ours_loss, torch.float64), (ours_loss, torch.float32), (naive_loss, torch.float32)))
@@ -267,8 +271,9 @@ def chunks(device) -> list[Row]:
     """The time of KL + CE, SmolLM2's vocabulary and widths, 1,024 tokens."""
     c, r = Config.from_hf(PRESETS["smollm2-135m"]["config"]), 288
     draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
-    inputs = (draw(1024, r).requires_grad_(), (draw(c.vocab_size, r) / r ** 0.5).requires_grad_(), torch.arange(1024, device=device), draw(1024, c.hidden_size), draw(c.vocab_size, c.hidden_size) / 24)
-    works = [lambda: ours_loss(inputs), lambda: naive_loss(inputs), lambda: HeadLoss.apply(*inputs, Objective(chunk=1024))[0].backward()]
+    ours, theirs = (draw(1024, r), draw(c.vocab_size, r) / r ** 0.5), (draw(1024, c.hidden_size), draw(c.vocab_size, c.hidden_size) / 24)
+    inputs = (*(x.requires_grad_() for x in ours), torch.arange(1024, device=device), *theirs)
+    works = [lambda: ours_loss(inputs), lambda: naive_loss(inputs), lambda: ours_loss(inputs, 1024)]
     a, b, whole = side_by_side(works, device, 5)
     return [ratio("time of KL + CE, chunks of 512 / naive, whole logits", a, b, "≤ 1.05"), ratio("the same / our own form in one chunk", a, whole, "")]
 
@@ -318,9 +323,9 @@ def full_svd_of_gate(made):
 
 def start(device) -> list[Row]:
     """The frame [T U_perp] of one matrix of Qwen2.5-3B (11008 x 2048) over its full SVD; and the calibrated start of a whole layer, seven matrices fitted
-    and their frames, over the full SVD of its three MLP matrices alone. On the CPU, once each."""
+    and their frames, over the full SVD of its three MLP matrices alone, one timed. On the CPU, once each."""
     frame, svd, whole = (alone(work, qwen_layer) for work in (frame_of_gate, full_svd_of_gate, calibrated_layer))
-    return [Row("[T U_perp] of one 11008 x 2048 matrix / full SVD, time", f"{frame[0] / svd[0]:.3f}", f"{frame[0]:.3g} s / {svd[0]:.3g} s", ""),
+    return [Row("[T U_perp] of one 11008 x 2048 matrix / its full SVD, time", f"{frame[0] / svd[0]:.3f}", f"{frame[0]:.3g} s / {svd[0]:.3g} s", ""),
             Row("the same, peak memory", f"{frame[1] / svd[1]:.3f}", f"{frame[1] / 1e9:.2f} GB / {svd[1] / 1e9:.2f} GB, 0.48 GB of it d_ff x d_ff", "no d_ff x d_ff"),
             Row("calibrated start of a Qwen2.5-3B layer, 4,096 tokens / 3 full SVDs, time", f"{whole[0] / (3 * svd[0]):.3f}", f"{whole[0]:.3g} s / {3 * svd[0]:.3g} s", "≤ 0.2"),
             Row("its peak memory", f"{whole[1] / 1e9:.2f} GB", "", "")]
@@ -332,13 +337,13 @@ def compiled(device) -> list[Row]:
     shape = paper_shape(device)
     torch._dynamo.reset()
     counters.clear()
-    eager, fused = (Distillation(*shape, 1, "--mode dense", compile=on) for on in (False, True))
+    eager, inductor = (Distillation(*shape, 1, "--mode dense", compile=on) for on in (False, True))
     begun = time.perf_counter()
-    fused.step()
+    inductor.step()
     first = time.perf_counter() - begun
-    a, b = side_by_side([fused.step, eager.step], device, 7)
-    for _ in range(50 - 8):
-        fused.step()
+    a, b = side_by_side([inductor.step, eager.step], device, 7)
+    for _ in range(50 - 1 - 8):
+        inductor.step()
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return [ratio("step, `--compile` / eager", a, b, "≤ 0.9 on CUDA"),
             Row("graph breaks, and compiled graphs (student and teacher), in 50 steps", f"{breaks}, {graphs}", f"the first step took {first:.0f} s", "0, and ≤ 2")]
@@ -360,6 +365,8 @@ def ranks(device) -> list[Row]:
                 if running.wait():
                     raise Refusal(f"train.py on {count} ranks failed; run it by hand to see why")
             return statistics.median(row["tokens_per_second"] / count for out in outs for row in runs.read_metrics(Path(out)) if row["step"] > 4 and "loss" in row)
+    if device.type != "cpu" and torch.get_device_module(device).device_count() < 2:
+        raise Refusal("two ranks need two devices")
     pairs = [(throughput(2), throughput(1)) for _ in range(5)]
     each = [two / one for two, one in pairs]
     return [Row("tokens/s of a rank, 2 ranks / 2 runs of 1 rank, one thread each", f"{statistics.median(each):.3f}",
@@ -367,9 +374,9 @@ def ranks(device) -> list[Row]:
 
 
 def exponent(factor: float, values: list[float]) -> float:
-    """Of values at n, factor n, factor^2 n, each a constant and a power of the size: b = log((v3 - v2) / (v2 - v1)) / log(factor)."""
+    """Of values at n, factor n, factor^2 n, each a constant and a power of the size: b = log((v3 - v2) / (v2 - v1)) / log(factor); nan where they fall."""
     first, second, third = values
-    return math.log((third - second) / (second - first)) / math.log(factor)
+    return math.log((third - second) / (second - first)) / math.log(factor) if first < second < third else math.nan
 
 
 def growth(device) -> list[Row]:
@@ -380,11 +387,11 @@ def growth(device) -> list[Row]:
     for name, factor in {"layers": 2, "width H and r": 2, "d_ff": 2, "vocabulary": 4, "length": 2}.items():
         made, flops = [], []
         for f in (1, factor, factor ** 2):
-            shaped = {"layers": dict(num_hidden_layers=c.num_hidden_layers * f), "width H and r": dict(hidden_size=c.hidden_size * f), "d_ff": dict(intermediate_size=c.intermediate_size * f),
-                      "vocabulary": dict(vocab_size=c.vocab_size * f), "length": {}}[name]
-            made.append(Distillation(replace(c, **shaped), r * f if name.startswith("width") else r, 2, length * f if name == "length" else length, 1, "--mode core --bases compact"))
-            tokens = 2 * made[-1].length
-            flops.append(tokens * sum(plan.work(made[-1].c, made[-1].r, made[-1].args).values()) + plan.map_work(made[-1].c, made[-1].r, "core", bases="compact"))
+            size = {"layers": "num_hidden_layers", "width H and r": "hidden_size", "d_ff": "intermediate_size", "vocabulary": "vocab_size"}.get(name)
+            shape = replace(c, **{size: getattr(c, size) * f}) if size else c
+            step = Distillation(shape, r * f if size == "hidden_size" else r, 2, length if size else length * f, 1, "--mode core --bases compact")
+            made.append(step)
+            flops.append(2 * step.length * sum(plan.work(step.c, step.r, step.args).values()) + plan.map_work(step.c, step.r, "core", bases="compact"))
         times = [statistics.median(each) for each in side_by_side([m.step for m in made], device, 7)]
         del made
         gc.collect()
@@ -395,20 +402,25 @@ def growth(device) -> list[Row]:
 
 def speed(device) -> list[Row]:
     """Tokens/s of whole runs' steps, and the share of the matrix rate this machine reaches on one large product in the same precision."""
-    rows = []
-    shapes = {"SmolLM2-135M -> 288": ("smollm2-135m", 4, 256, "--mode core")} if device.type == "cpu" else {
-        "SmolLM2-135M -> 288": ("smollm2-135m", 16, 2048, "--mode core --tf32"), "Llama-3.2-3B -> 1536": ("llama3.2-3b", 1, 2048, "--mode core --bases implicit --checkpointing --tf32")}
+    rows, usual = [], torch.get_float32_matmul_precision()
+    shapes = {"SmolLM2-135M -> 288": ("smollm2-135m", 4, 256, "--mode core --bases compact")} if device.type == "cpu" else {
+        "SmolLM2-135M -> 288": ("smollm2-135m", 16, 2048, "--mode core --bases compact --tf32"),
+        "Llama-3.2-3B -> 1536": ("llama3.2-3b", 1, 2048, "--mode core --bases compact --checkpointing --tf32")}
     side = 1024 if device.type == "cpu" else 8192
     for name, (preset, batch, length, flags) in shapes.items():
         made = Distillation(Config.from_hf(PRESETS[preset]["config"]), PRESETS[preset]["width"], batch, length, 1, flags, compile=device.type != "cpu")
         torch.set_float32_matmul_precision("high" if made.args.tf32 else "highest")
         x = torch.randn(side, side, device=device, dtype=made.place.autocast or torch.float32)
+        if device.type != "cpu":
+            torch.get_device_module(device).reset_peak_memory_stats()
         taken, product = side_by_side([made.step, lambda: x @ x], device, 3 if device.type == "cpu" else 10)
         tokens, rate = batch * length, 2 * side ** 3 / statistics.median(product)
         flops = tokens * sum(plan.work(made.c, made.r, made.args).values()) + plan.map_work(made.c, made.r, "core", bases=made.args.bases)
         spent = statistics.median(taken)
         held = "" if device.type == "cpu" else f", peak {torch.get_device_module(device).max_memory_allocated() / 1e9:.1f} GB"
-        rows.append(Row(f"{name}, core, {batch} x {length} tokens a step", f"{tokens / spent:,.0f} tokens/s", f"{flops / spent / 1e9:,.0f} GFLOP/s, {flops / spent / rate:.0%} of {rate / 1e9:,.0f} in one product{held}"))
+        rows.append(Row(f"{name}, core, {batch} x {length} tokens a step", f"{tokens / spent:,.0f} tokens/s",
+                        f"{flops / spent / 1e9:,.0f} GFLOP/s, {flops / spent / rate:.0%} of {rate / 1e9:,.0f} in one product{held}"))
+        torch.set_float32_matmul_precision(usual)
         del made
         gc.collect()
     return rows
@@ -431,7 +443,7 @@ def precision(device) -> list[Row]:
 
 
 def evaluation(device, model: str, local: str, limit: int = 40) -> list[Row]:
-    """eval.py over lm-eval's hf backend on the same tasks, all answers equal."""
+    """eval.py over lm-eval's hf backend (batch 8) on the same tasks, fp32, each task once, the two in turns first; refused where an accuracy differs."""
     import eval as evals
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -441,12 +453,12 @@ def evaluation(device, model: str, local: str, limit: int = 40) -> list[Row]:
         raise Refusal(f"--local {local}: {', '.join(missing)} cannot be loaded; `python tests/tasks.py CACHE` makes such a folder")
     backends = [evals.harness(evals.Model(model, device=str(device), dtype="float32")), HFLM(pretrained=model, device=str(device), dtype="float32", batch_size=8)]
     taken, scores = [[], []], [[], []]
-    for name in names:
-        for i, lm in enumerate(backends):
-            def run():
-                results = simple_evaluate(model=lm, tasks=loaded[name], num_fewshot=0, limit=limit, verbosity="ERROR", task_manager=manager)["results"]
-                scores[i].append([figures["acc,none"] for figures in results.values()])
-            taken[i].append(seconds(run, device))
+    def accuracies(i: int, name: str) -> list[float]:
+        found = simple_evaluate(model=backends[i], tasks=loaded[name], num_fewshot=0, limit=limit, verbosity="ERROR", task_manager=manager)["results"]
+        return [figures["acc,none"] for figures in found.values()]
+    for turn, name in enumerate(names):
+        for i in (0, 1) if turn % 2 == 0 else (1, 0):
+            taken[i].append(seconds(lambda: scores[i].append(accuracies(i, name)), device))
     if scores[0] != scores[1]:
         raise Refusal(f"the two backends disagree: {scores}")
     each = [a / b for a, b in zip(*taken)]
@@ -489,15 +501,21 @@ def main(argv: list[str] | None = None) -> None:
         raise Refusal("eval needs --model FOLDER and --local TASKS; `python tests/smollm2.py CACHE` and `python tests/tasks.py CACHE` make both")
     torch.set_num_threads(1)
     device = train.find_place(parse([])).device
-    rows = []
+    rows, failed = [], False
     for name in args.rows or [name for name in ROWS if name != "eval"]:
         begun = time.perf_counter()
-        rows += (new := ROWS[name](device, args.model, args.local) if name == "eval" else ROWS[name](device))
+        try:
+            new = ROWS[name](device, args.model, args.local) if name == "eval" else ROWS[name](device)
+        except (Refusal, OSError, subprocess.CalledProcessError) as error:  # the other rows still count
+            failed, new = True, [Row(name, "not measured", str(error))]
+        rows += new
         print(f"{name}, {time.perf_counter() - begun:.0f} s: " + "; ".join(f"{row.what} {row.value} ({row.spread})" for row in new), file=sys.stderr, flush=True)
     text = f"{table(rows)}\n\n({machine(device)}; `python bench.py {' '.join(args.rows)}`)\n"
     print(text)
     if args.markdown:
         write_whole(args.markdown, text)
+    if failed:
+        raise Refusal("not every row could be measured; the table says why")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from lrc import Clone, Plain
 from model import Transformer, widen
 
 MODES = ("lrc", "dense", "core", "random", "slice")
+BASES = ("explicit", "compact", "implicit")  # how `core` holds [T U_perp]
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -72,13 +73,14 @@ class Opened(Plain):
 
 
 class Compact(Plain):
-    """`core` without U_perp: the same coordinates, from d_ff k numbers in the place of d_ff^2 and with as much less work.
+    """`core` without U_perp: the same coordinates from out k numbers in the place of out^2, and k (2 out - k) products in the place of out^2.
 
     With T_1 (k, k) the first rows of T and T_2 the others, let B (k, out - k) solve (1 - T_1^T) B = T_2^T. Then
         U = [B; 1] - T B
     is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1. It is the very U_perp that `complement` writes
-    out: only one orthogonal [T U] differs from the unit matrix by one of rank k, and the product of the k reflectors of a QR does too.
-    QR turns the sign of some columns of T, which keeps 1 - T_1^T far from singular; so do we, and turn Z with them.
+    out: for a T with 1 - T_1 invertible only one orthogonal [T U] makes [T U] - 1 of rank k, and the product of the k reflectors of a QR is of that kind.
+    QR turns the sign of some columns of T; so do we, and turn Z with them. A column that needs no reflection is turned too (U is the same): then
+    every reflection is a whole one, and 1 - T_1 far from singular.
     T need not be held either: T_2 = B^T (1 - T_1). With a teacher's weight (`implicit`) nor is B: T = W_T M, so B = N W_T2^T, N = (1 - T_1^T)^-1 M^T.
     """
 
@@ -86,9 +88,10 @@ class Compact(Plain):
         """teacher_weight: W_T, shared with the teacher and read at each step, so it must keep its value; without it B is held."""
         nn.Module.__init__(self)
         k, self.dual, self.Z = plain.T.shape[1], plain.dual, plain.Z
-        sign = torch.geqrf(plain.T)[0].diagonal().sign()  # of R
+        R, tau = torch.geqrf(plain.T)  # tau 0: no reflection
+        sign = torch.where(tau == 0, -1, 1) * R.diagonal().sign()
         T = (plain.T * sign).double()  # (out, k)
-        solve = lambda right: torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, right).to(plain.T.dtype)
+        solve = lambda right: torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, right).to(plain.T.dtype).contiguous()  # as broadcasts want it
         self.register_buffer("sign", sign, persistent=False)                                 # (k,)
         self.register_buffer("T1", T[:k].to(plain.T.dtype).contiguous(), persistent=False)   # (k, k)
         self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))                    # (r, out - k)
@@ -125,9 +128,6 @@ class Compact(Plain):
         self.Zc.grad = self.times_B(G1 - GT).add_(G2)
 
 
-BASES = ("explicit", "compact", "implicit")
-
-
 def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "explicit", teacher: Transformer | None = None) -> Clone:
     """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with bases that are not
     explicit: by rounding). `seed` is that of R and A; `core` uses none. `bases`: how `core` holds [T U_perp]; implicit ones need the teacher."""
@@ -139,7 +139,7 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "explicit", te
         if mode == "dense":
             del clone.maps[name]  # the deployed matrix is its own coordinate
         elif mode == "core" and bases != "explicit" and not square:
-            clone.maps[name] = Compact(plain, theirs.get(name))
+            clone.maps[name] = Compact(plain, theirs[name] if bases == "implicit" else None)
         elif mode != "lrc":
             clone.maps[name] = Opened(plain, directions(mode, plain.T, generator))
     return clone

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from model import widen
@@ -65,16 +66,17 @@ class Objective:
 
 def kl_rows(t: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Logits over the temperature, t/T (teacher) and z/T (student), both (N, V) fp32 -> KL(p_t || p_z), (N,), and its gradient at z/T,
-    p_z - p_t, (N, V). `t` is overwritten: tensors of this size are what the memory goes to.
+    p_z - p_t, (N, V). Both arguments are overwritten: tensors of this size are what the memory goes to.
 
     At T = 40 every log-probability is near -log V while the KL is about 1e-3, so in sum p_t (log p_t - log p_z) the rounding of the
     two normalisers shows. Adding sum (p_z - p_t), which is zero, cancels it to first order; with d = log p_z - log p_t:
-        KL = sum_v  p_t * (exp(d) - 1 - d),   no summand below zero        p_z - p_t = p_t * (exp(d) - 1)
+        KL = sum_v  p_t * (exp(d) - 1 - d),   no summand below zero
     """
     log_t, log_z = F.log_softmax(t, -1), F.log_softmax(z, -1)
-    d = log_z.sub_(log_t).clamp_(max=80)  # beyond 80 exp overflows, and p_t is 0 in fp32
-    p_t, grown = log_t.exp_(), torch.expm1(d, out=t)
-    return d.neg_().add_(grown).mul_(p_t).sum(-1), grown.mul_(p_t)
+    d = torch.sub(log_z, log_t, out=t).clamp_(max=88)  # beyond 88 exp overflows in fp32, where p_t is all but 0
+    p_t, p_z = log_t.exp_(), log_z.exp_()
+    kl = torch.expm1(d, out=z).sub_(d).mul_(p_t).sum(-1)
+    return kl, p_z.sub_(p_t)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -98,8 +100,8 @@ class HeadLoss(torch.autograd.Function):
                 rows = slice(i, i + o.chunk)
                 yi = targets[rows]
                 valid = yi != IGNORE
-                read = lambda stream: stream[rows].to(dtype).masked_fill(~valid[:, None], 0)  # what no loss may see may be NaN
-                xi = read(x)
+                seen = lambda stream: stream[rows].to(dtype).masked_fill(~valid[:, None], 0)  # what no loss may see may be NaN
+                xi = seen(x)
                 z = (xi @ w.T).to(wide)  # (chunk, V)
                 if o.w_ce:
                     dz, label = F.log_softmax(z, -1), yi.clamp(min=0)[:, None]
@@ -108,18 +110,22 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     dz = torch.zeros_like(z)
                 if o.w_kl:
-                    t = (read(x_t) @ w_t.T).to(wide)
-                    each, apart = kl_rows(t.div_(o.temperature)[:, :o.real_vocab], z.div_(o.temperature)[:, :o.real_vocab])
-                    kl += torch.where(valid, KL_SCALE * o.temperature ** 2 * each, 0).sum()
-                    dz[:, :o.real_vocab].add_(apart, alpha=o.w_kl * KL_SCALE * o.temperature)
+                    t = (seen(x_t) @ w_t.T).to(wide)
+                    kl_i, dkl = kl_rows(t.div_(o.temperature)[:, :o.real_vocab], z.div_(o.temperature)[:, :o.real_vocab])
+                    kl += torch.where(valid, KL_SCALE * o.temperature ** 2 * kl_i, 0).sum()
+                    dz[:, :o.real_vocab].add_(dkl, alpha=o.w_kl * KL_SCALE * o.temperature)
                 dz = dz.mul_(valid[:, None].to(wide)).to(dtype)
                 dx[rows] = (dz @ w).to(x.dtype)
-                torch.addmm(dw, dz.T, xi, out=dw) if dtype == wide else dw.add_(dz.T @ xi)  # a sum over chunks is never rounded to 16 bits
+                if dtype == wide:
+                    torch.addmm(dw, dz.T, xi, out=dw)
+                else:  # the sum over chunks is never rounded to 16 bits
+                    dw += dz.T @ xi
         ctx.save_for_backward(dx, dw.to(weight.dtype))
         ctx.mark_non_differentiable(kl, ce)
         return o.w_kl * kl + o.w_ce * ce, kl, ce
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _kl, _ce):
         dx, dw = ctx.saved_tensors
         return grad * dx, grad * dw, None, None, None, None
@@ -128,26 +134,26 @@ class HeadLoss(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ alignment
 
 
-# Each distance f(s, t) comes with its gradient at s, times `keep` (..., 1): 1 at a valid token, 0 at one that no loss may see. (..., n) -> (...), (..., n)
+# Each distance f(s, t) comes with its gradient at s: (..., n), (..., n) -> (...), (..., n), in fp32
 
 
-def square(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+def square(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """|s - t|^2 / n: a mean over features, so that a width doubled by repetition changes nothing."""
     d, n = s - t, s.shape[-1]
-    return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(keep * (2 / n))
+    return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(2 / n)
 
 
-def relative(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+def relative(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """|s - t|^2 / |t|^2."""
     d, whole = s - t, torch.linalg.vector_norm(t, dim=-1, keepdim=True).square().clamp(min=1e-12 * t.shape[-1])
-    return torch.linalg.vector_norm(d, dim=-1).square() / whole[..., 0], d.mul_(keep * (2 / whole))
+    return torch.linalg.vector_norm(d, dim=-1).square() / whole[..., 0], d.mul_(2 / whole)
 
 
-def cosine(s: Tensor, t: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+def cosine(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """1 - c, c = s.t / (|s| |t|).   dc/ds = (t/|t| - c s/|s|) / |s|"""
     S, T = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-8) for x in (s, t))
     c = torch.linalg.vecdot(s, t)[..., None] / (S * T)
-    return 1 - c[..., 0], (s * (keep * c / S ** 2)).addcmul_(t, -keep / (S * T))
+    return 1 - c[..., 0], (s * (c / S ** 2)).addcmul_(t, -1 / (S * T))
 
 
 class Distance(torch.autograd.Function):
@@ -155,12 +161,15 @@ class Distance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, s, t, valid, f):
-        wide = widen(s)
-        value, ds = f(wide, widen(t) if isinstance(t, Tensor) else t, valid[..., None].to(wide.dtype))
+        with torch.autocast(s.device.type, enabled=False):
+            value, ds = f(widen(s), widen(t) if isinstance(t, Tensor) else t)
+        if s.device.type != "cpu" or not valid.all():  # on an accelerator the question would wait for the device
+            ds.masked_fill_(~valid[..., None], 0)  # fill, not times: what no loss may see may be NaN
         ctx.save_for_backward(ds.to(s.dtype))
         return torch.where(valid, value, 0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         ds, = ctx.saved_tensors
         return grad * ds, None, None, None

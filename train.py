@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
     if args.bases == "implicit" and start != loop:
         raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(loop).removeprefix('torch.')} those of {folder} would be others: "
-                      "give --teacher-dtype float32, or --bases explicit")
+                      "give --teacher-dtype float32, or --bases compact")
     teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=source, ranks=place.world)
     if args.resume:

@@ -1,4 +1,5 @@
 """bench.py measures what it says: its arithmetic by closed forms, what it compares with against our own losses in float64."""
+import math
 import sys
 from dataclasses import replace
 
@@ -33,6 +34,19 @@ def pair():
         m.Z.data.copy_(P[name].T)
     tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     return teacher, P, clone, tokens[:, :-1], tokens[:, 1:]
+
+
+def test_the_gradient_of_lrcs_own_step_is_that_of_its_terms(pair):
+    """A directional difference of (kl + ce + 0.2 * the other terms) / tokens, in float64."""
+    teacher, P, _, ids, targets = pair
+    along = {name: torch.randn(p.shape, dtype=F64, generator=torch.Generator().manual_seed(3)) for name, p in P.items()}
+
+    def total(shift):
+        moved = {name: (p.detach() + shift * along[name]).requires_grad_() for name, p in P.items()}
+        terms = peers.official_step(teacher, moved, ids, targets)
+        return (terms["kl"] + terms["ce"] + 0.2 * sum(v for k, v in terms.items() if k not in ("kl", "ce"))) / targets.numel(), moved
+    slope = (total(1e-5)[0] - total(-1e-5)[0]) / 2e-5
+    assert sum((p.grad * along[name]).sum().item() for name, p in total(0.0)[1].items()) == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("w_align", [0.0, 0.2])
@@ -85,7 +99,7 @@ def test_the_plain_step_is_the_mean_cross_entropy(pair):
 
 def test_exponents_and_ratios_by_closed_form():
     assert bench.exponent(2, [5 + 3 * n ** 1.5 for n in (1, 2, 4)]) == pytest.approx(1.5)
-    assert bench.exponent(4, [7 + n for n in (2, 8, 32)]) == pytest.approx(1)
+    assert bench.exponent(4, [7 + n for n in (2, 8, 32)]) == pytest.approx(1) and math.isnan(bench.exponent(2, [1, 1, 2])) and math.isnan(bench.exponent(2, [1, 0.9, 2]))
     row = bench.ratio("x", [2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
     assert row.value == "2.000" and row.spread == "1.000 to 3.000; 4 s / 3 s"
 
@@ -110,6 +124,67 @@ def test_a_step_of_the_bench_is_the_step_of_train():
     terms = [made.step() for _ in range(3)]
     assert set(terms[0]) == {"kl", "ce", "align", "loss", "grad_norm", "q", "k", "v", "o", "gate", "up", "hidden"}
     assert terms[-1]["loss"] < terms[0]["loss"] and len({tuple(ids.flatten().tolist()) for ids, _ in made.micro}) == 2
+
+
+@pytest.fixture
+def witnessed(monkeypatch):
+    """The bench at a toy size, each work run once and not timed -> tokens that passed through what, by work in the order in which a row measures them."""
+    shape = replace(bench.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 6, 16
+    monkeypatch.setattr(bench, "paper_shape", lambda device, layers=4: shape)
+    seen, now = [], {}
+
+    def watch(module, name, what):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: now.__setitem__(what, now.get(what, 0) + next(a for a in args if isinstance(a, torch.Tensor)).numel()) or real(*args, **kw))
+    watch(peers, "official_step", "theirs")
+    watch(peers, "plain_step", "plain")
+    real = bench.train.take_step
+    monkeypatch.setattr(bench.train, "take_step", lambda clone, *args: now.__setitem__("ours " + kinds(clone), sum(ids.numel() for ids, _ in args[3])) or real(clone, *args))
+    kinds = lambda clone: next((type(m).__name__ + ("" if getattr(m, "teacher_weight", (None,))[0] is None else " implicit") for n, m in clone.maps.items() if "gate" in n), "dense")
+
+    def once(works, device, repeats):
+        for work in works:
+            now.clear()
+            work()
+            seen.append(dict(now))
+        return [[float(k + 1)] * repeats for k in range(len(works))]
+    monkeypatch.setattr(bench, "side_by_side", once)
+    return seen
+
+
+def test_both_sides_of_a_ratio_see_the_same_tokens(witnessed):
+    """24 sequences of 16 tokens a step, 6, or 3; the first named is the numerator."""
+    step = 24 * 16
+    rows = bench.step(torch.device("cpu"))
+    assert witnessed == [{"ours Compact": step}, {"plain": step}, {"ours Opened": step}, {"plain": step}, {"ours dense": step}, {"plain": step}]
+    assert [row.value for row in rows] == 3 * ["0.500"]
+    witnessed.clear()
+    rows = bench.official(torch.device("cpu"))
+    sizes = [step, step, step, step, step // 8, step // 8]
+    assert witnessed == [side for size, kind in zip(sizes, ("Compact", "Plain") * 3) for side in ({f"ours {kind}": size}, {"theirs": size})]
+    witnessed.clear()
+    rows = bench.mapped(torch.device("cpu"))
+    assert witnessed == [{f"ours {kind}": size} for size in (step // 4, step, step // 8) for kind in ("dense", "Compact", "Opened", "Compact implicit")]
+    assert [row.value for row in rows[:3]] == ["2.000", "3.000", "4.000"] and [row.what.split()[3] for row in rows[:3]] == ["compact", "explicit", "implicit"]
+
+
+def test_plain_training_runs_the_teacher_too(pair, monkeypatch):
+    teacher, _, clone, ids, targets = pair
+    calls, real = [], type(teacher).forward
+    monkeypatch.setattr(type(teacher), "forward", lambda self, *args, **kw: calls.append(self) or real(self, *args, **kw))
+    peers.plain_step(clone.student, teacher, ids, targets)
+    assert calls == [teacher, clone.student]
+
+
+def test_a_row_that_cannot_be_measured_leaves_the_others(capsys, monkeypatch):
+    def fails(device):
+        """One."""
+        raise Refusal("no second device")
+    monkeypatch.setitem(bench.ROWS, "ranks", fails)
+    with pytest.raises(Refusal, match="not every row"):
+        bench.main(["ranks", "bases"])
+    out = capsys.readouterr().out
+    assert "| ranks | not measured | no second device |" in out and out.count("| frozen bases") == 3
 
 
 def test_bytes_of_bases_are_those_of_the_whole_model(capsys, tmp_path):

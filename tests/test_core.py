@@ -262,8 +262,32 @@ def test_compact_and_implicit_bases_are_the_explicit_ones(out, H, rank, bases, d
             m.pull_back(G)
     assert close(compact.weight(), explicit.weight()) and close(compact.Z.grad, explicit.Z.grad) and close(compact.Zc.grad, explicit.Zc.grad)
     assert compact.Z.grad.is_contiguous() and compact.Zc.grad.is_contiguous()
+    assert all(b.is_contiguous() for b in compact.buffers())  # NCCL broadcasts nothing else
     held = {"B": (rank, out - rank)} if bases == "compact" else {"N": (rank, H)}
     assert {name: b.shape for name, b in compact.named_buffers()} == {"sign": (rank,), "T1": (rank, rank), **held}
+
+
+@pytest.mark.parametrize("bases", ["compact", "implicit"])
+@pytest.mark.parametrize("kind", ["a row alone", "diagonal", "zeros below", "zeros above"])
+def test_columns_that_a_qr_does_not_reflect(kind, bases):
+    """LAPACK reflects no column that is already a multiple of its unit vector: 1 - T_1 would be singular with its sign."""
+    W_T = torch.randn(20, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
+    if kind == "a row alone":
+        W_T[0], W_T[1:, 0] = 0, 0
+        W_T[0, 0] = 50
+    elif kind == "diagonal":
+        W_T = torch.zeros(20, 8, dtype=F64)
+        W_T[range(8), range(8)] = torch.arange(1, 9, dtype=F64)
+    else:
+        W_T[8:] = 0 if kind == "zeros below" else W_T[8:]
+        W_T[:12] = 0 if kind == "zeros above" else W_T[:12]
+    W = W_T @ torch.randn(8, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+    explicit, compact = (lrc.Plain(W_T, W, False) for _ in range(2))
+    explicit, compact = core.Opened(explicit, core.complement(explicit.T)), core.Compact(compact, W_T if bases == "implicit" else None)
+    with torch.no_grad():
+        value = torch.randn(5, 12, dtype=F64, generator=torch.Generator().manual_seed(2))
+        explicit.Zc.copy_(value), compact.Zc.copy_(value)
+    assert float((explicit.weight() - compact.weight()).detach().abs().max()) < 1e-9
 
 
 @pytest.mark.parametrize("bases", ["compact", "implicit"])

@@ -176,6 +176,63 @@ def test_b15_infinite_teacher_logits_on_masked_rows():
         assert all(torch.equal(a, b) for a, b in zip(run(dirty), clean))
 
 
+@pytest.mark.parametrize("gap", [0.0, 5.0, 60.0, 85.0, 110.0, math.inf])
+def test_the_gradient_of_the_kl_is_a_difference_of_softmaxes_however_far_apart_they_are(gap):
+    """At T = 1, from float64; a token that the teacher rules out (-inf) is one that the student is still pushed off."""
+    t, z = randn(3, 7, seed=1), randn(3, 7, seed=2)
+    t[:, 2] -= gap
+    z[:, 2] += min(gap, 110.0) / 2
+    exact = z.double().softmax(-1) - t.double().softmax(-1)
+    log_t, log_z = t.double().log_softmax(-1), z.double().log_softmax(-1)
+    value = torch.where(log_t > -math.inf, log_t.exp() * (log_t - log_z), 0).sum(-1)
+    kl, gradient = kl_rows(t.clone(), z.clone())
+    assert torch.allclose(gradient.double(), exact, rtol=1e-5, atol=1e-7) and torch.allclose(kl.double(), value, rtol=1e-5 if gap < 80 else 0.05)
+
+
+DISTANCES = [("attention", "cosine", "q"), ("attention", "mse", "q"), ("hidden", "relative", "hidden"), ("hidden", "mse", "hidden")]
+
+
+@pytest.mark.parametrize("switch, kind, tap", DISTANCES)
+def test_a2_distances_are_taken_in_fp32_under_autocast(switch, kind, tap):
+    """Taps of 16 bits that are close: value and gradient from float64. A dot product in 16 bits would be 5 % off here."""
+    t = randn(2, 64, 128, seed=1).bfloat16()
+    s = (t.float() + 0.03 * randn(2, 64, 128, seed=2)).bfloat16().requires_grad_()
+    frame, valid = torch.eye(128), torch.ones(2, 64, dtype=torch.bool)
+    objective = Objective(align=(tap,), **{switch: kind})
+    with torch.autocast("cpu", torch.bfloat16):
+        value = align_sums([{tap: s}], [{tap: t}], frame, valid, objective)[tap]
+    value.backward()
+    wide = s.detach().double().requires_grad_()
+    exact = {"cosine": lambda a, b: 1 - F.cosine_similarity(a, b, dim=-1), "mse": lambda a, b: (a - b).pow(2).mean(-1),
+             "relative": lambda a, b: (a - b).pow(2).sum(-1) / b.pow(2).sum(-1)}[kind](wide, t.double()).sum()
+    exact.backward()
+    assert value.dtype == torch.float32 and value.item() == pytest.approx(exact.item(), rel=1e-4)
+    assert s.grad.dtype == torch.bfloat16 and float((s.grad.double() - wide.grad).norm() / wide.grad.norm()) < 4e-3  # bf16 itself
+
+
+@pytest.mark.parametrize("switch, kind, tap", DISTANCES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_b15_a_tap_that_no_loss_may_see_leaves_no_trace(switch, kind, tap, bad):
+    s, t, valid = randn(2, 5, 6, seed=1), randn(2, 5, 6, seed=2), torch.ones(2, 5, dtype=torch.bool)
+    valid[0, 3] = False
+    objective, found = Objective(align=(tap,), **{switch: kind}), []
+    for value in (0.0, bad):
+        t[0, 3], leaf = value, s.clone().requires_grad_()
+        total = align_sums([{tap: leaf}], [{tap: t}], torch.eye(6), valid, objective)[tap]
+        total.backward()
+        found.append((total.detach(), leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and torch.isfinite(found[0][1]).all() and (found[0][1][0, 3] == 0).all()
+
+
+def test_zero_vectors_have_distances_and_finite_gradients():
+    zero, other, valid = torch.zeros(1, 1, 4, requires_grad=True), randn(1, 1, 4, seed=3), torch.ones(1, 1, dtype=torch.bool)
+    for kind, pair in (("attention", "cosine"), ("hidden", "relative")):
+        tap = "q" if kind == "attention" else "hidden"
+        for s, t in ((zero, other), (zero, torch.zeros(1, 1, 4))):
+            total = align_sums([{tap: s}], [{tap: t}], torch.eye(4), valid, Objective(align=(tap,), **{kind: pair}))[tap]
+            assert torch.isfinite(total) and torch.isfinite(torch.autograd.grad(total, zero)[0]).all()
+
+
 def test_b17_direction_of_the_kl():
     p, q = (torch.tensor(v).softmax(0).tolist() for v in (TEACHER, STUDENT))
     forward, reverse = (sum(a * math.log(a / b) for a, b in zip(*pair)) for pair in ((p, q), (q, p)))
