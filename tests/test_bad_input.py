@@ -332,6 +332,18 @@ def places(record, way=()):
             yield from places(value, (*way, key))
 
 
+def edit(file, text, way, value):
+    """The JSON in `text` into `file`, with another value at a place, or for `...` without it."""
+    record = json.loads(text)
+    holder = record
+    for key in way[:-1]:
+        holder = holder[key]
+    holder[way[-1]] = value
+    if value is ...:
+        del holder[way[-1]]
+    file.write_text(json.dumps(record), encoding="utf-8")
+
+
 @pytest.mark.parametrize("file", ["config.json", "checkpoint/step-0000002/state.json"])
 def test_a_run_whose_json_was_edited_is_merged_or_refused(home, tmp_path, file):
     run = shutil.copytree(home / "run", tmp_path / "run")
@@ -340,14 +352,7 @@ def test_a_run_whose_json_was_edited_is_merged_or_refused(home, tmp_path, file):
     values = (None, "x", -1, [1], {}, True, 1 << 40, ...)
     for k, way in enumerate(ways):
         for value in values if len(ways) < 8 else (values[k % 7], ...):
-            record = json.loads(text)
-            holder = record
-            for key in way[:-1]:
-                holder = holder[key]
-            holder[way[-1]] = value
-            if value is ...:
-                del holder[way[-1]]
-            (run / file).write_text(json.dumps(record), encoding="utf-8")
+            edit(run / file, text, way, value)
             try:
                 merge.export(run, tmp_path / "out")
             except Refusal as refusal:
@@ -361,14 +366,7 @@ def test_a_run_whose_json_was_edited_is_compared_and_resumed_or_refused(home, tm
     text = (run / "config.json").read_text(encoding="utf-8")
     began = {name: json.loads(text)[name] for name in ("teacher", "data", "ranks")}
     for way in [way for way in places(json.loads(text)) if way[0] in ("args", "teacher", "data", "ranks")]:
-        record = json.loads(text)
-        holder = record
-        for key in way[:-1]:
-            holder = holder[key]
-        holder[way[-1]] = value
-        if value is ...:
-            del holder[way[-1]]
-        (run / "config.json").write_text(json.dumps(record), encoding="utf-8")
+        edit(run / "config.json", text, way, value)
         for work in (lambda: runs.compare([run]), lambda: train.parse(["--resume", "--out", str(run)]), lambda: runs.same(run, began)):
             try:
                 work()

@@ -61,27 +61,6 @@ def tokenizer_into(folder):
     return folder
 
 
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    """A random 2-layer Llama with tiny's tokenizer, and a text for it."""
-    folder = tmp_path_factory.mktemp("teacher")
-    random_net(vocab_size=2048).save_pretrained(folder)
-    (folder / "text.jsonl").write_text("".join(json.dumps({"id": f"d{i}", "text": f"def f{i}(x):\n    return x * {i} + {i * i}\n" * 4}) + "\n" for i in range(60)), encoding="utf-8")
-    return tokenizer_into(folder)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def bare(monkeypatch):
-    """A run without its curves and samples."""
-    monkeypatch.setattr(runs, "draw_curves", lambda run: None)
-    monkeypatch.setattr(train, "sample", lambda *args: "")
-
-
 @pytest.fixture
 def one_rank(tmp_path):
     """A process group of one, in this process: enough for DDP to be itself."""
@@ -90,6 +69,7 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 CPU = train.Place(torch.device("cpu"), 0, 1, None)
 
 
