@@ -29,7 +29,8 @@ import plan
 from data import Tokens
 from distill import evaluate
 from lrc import span
-from model import Config, Transformer, checked, opened, tensor_files
+from config import Config
+from model import Transformer, checked, opened, tensor_files
 from prepare import prepare
 from runs import TOKENIZER_FILES
 from teachers import Refusal, read_json, resolve

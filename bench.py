@@ -38,7 +38,8 @@ import train
 from distill import HeadLoss, Objective
 from flags import parse
 from measure import Distillation, Row, alone, machine, paper_shape, ratio, seconds, side_by_side, table
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from teachers import PRESETS, Refusal, write_whole
 
 # ------------------------------------------------------------------------------------------------- rows

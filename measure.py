@@ -13,7 +13,8 @@ import torch
 import peers
 import train
 from flags import objective_of, parse
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from optimizer import make_optimizer
 from teachers import PRESETS, Refusal
 

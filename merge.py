@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 import runs
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from teachers import Refusal, read_json
 from to_gguf import write_gguf
 

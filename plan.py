@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flags import Args, network, ranks, teacher_dtypes, terms
-from model import Config
+from config import Config
 from teachers import PAPER_DATA, PRESETS, Refusal, read_json, resolve
 
 

@@ -33,7 +33,8 @@ import runs
 import watch
 from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from flags import Args, network, objective_of, parse, teacher_dtypes
 from optimizer import gathered, learning_rate, make_optimizer, resume, training_state
 from prepare import Choice

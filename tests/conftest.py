@@ -15,7 +15,8 @@ import torch
 import data
 import runs
 import train
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from prepare import held_out
 
 ROOT = Path(__file__).resolve().parent.parent

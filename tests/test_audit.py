@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import audit
 import neurons
 import plan
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from teachers import PRESETS, Refusal
 from test_core import clone_of, complement_share, train
 

@@ -11,7 +11,7 @@ import distill
 import lrc
 import peers
 from conftest import random_net
-from model import Config
+from config import Config
 from teachers import PRESETS, Refusal
 from tasks import tasks_folder
 

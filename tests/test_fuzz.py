@@ -25,7 +25,8 @@ import core
 import merge
 import runs
 from data import Tokens
-from model import Config, Transformer, rope_frequencies
+from config import Config
+from model import Transformer, rope_frequencies
 from prepare import Choice, Scribe, prepare
 from teachers import Refusal, read_json
 from test_chat import TEMPLATES

@@ -20,7 +20,8 @@ import runs
 import train
 from conftest import SHAPE, random_net
 from tokenizer import Tokenizer
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from teachers import Refusal
 
 ROOT = Path(merge.__file__).parent

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from model import Config, RMSNorm, Transformer, rope_frequencies, rope_table, rotate, unit_rms
+from config import Config
+from model import RMSNorm, Transformer, rope_frequencies, rope_table, rotate, unit_rms
 from teachers import Refusal
 
 LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

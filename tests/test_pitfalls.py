@@ -33,7 +33,8 @@ import runs
 import train
 from conftest import SHAPE, random_net
 from distill import HeadLoss, Objective, evaluate, kl_rows, losses
-from model import Config, Transformer, rope_frequencies
+from config import Config
+from model import Transformer, rope_frequencies
 from teachers import PRESETS, Refusal
 from tokenizer import Tokenizer
 

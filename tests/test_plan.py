@@ -18,7 +18,7 @@ import train
 from conftest import SHAPE, random_net
 from distill import losses
 from flags import Args, parse, teacher_dtypes
-from model import Config
+from config import Config
 from teachers import PRESETS, Refusal
 
 

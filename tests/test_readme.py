@@ -7,7 +7,7 @@ import pytest
 
 import plan
 import train
-from model import Config
+from config import Config
 from teachers import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent

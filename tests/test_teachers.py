@@ -10,7 +10,8 @@ from huggingface_hub import ModelInfo, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from model import Config, Transformer
+from config import Config
+from model import Transformer
 from teachers import HERE, PRESETS, WANTED, Refusal, read_json, resolve
 
 REPO, COMMIT, TOKEN = "meta-llama/Llama-3.2-3B-Instruct", "0123456789abcdef0123456789abcdef01234567", "hf_secret123"
