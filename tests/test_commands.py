@@ -558,7 +558,7 @@ def test_a_teacher_of_huge_weights_and_a_held_out_text_without_targets_are_refus
 
 def test_flags_that_cannot_go_together_say_so(home, tmp_path, bare):
     refused("--stage sft needs --init", train.parse, ["--stage", "sft"])
-    refused("give --teacher-dtype float32, or --bases explicit", run, home, tmp_path / "run", "--bases", "implicit", "--dtype", "bfloat16")
+    refused("give --teacher-dtype float32, or --bases compact", run, home, tmp_path / "run", "--bases", "implicit", "--dtype", "bfloat16")
     refused("--processes 0 is out of range", reproduce.main, ["basis", "--processes", "0"])
     assert not (tmp_path / "run").exists()
 
