@@ -32,7 +32,7 @@ from lrc import span
 from config import Config
 from model import Transformer, checked, opened, tensor_files
 from prepare import prepare
-from runs import TOKENIZER_FILES
+from runs import TOKENIZER_FILES, pictures, save_picture
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer
 
@@ -87,10 +87,10 @@ def reach(teacher: Config, student: Config) -> list[dict]:
     dimensions. A matrix that keeps neither side (pruned) is no projection of the teacher's, so all of it trains: no gap.
     """
     theirs, ours, rows = plan.matrices(teacher), plan.matrices(student), []
-    for kind, (group, many, kept, inherited) in theirs.items():
-        _, deployed_many, side, width = ours[kind]
+    for kind, (_, _, kept, inherited) in theirs.items():
+        _, many, side, width = ours[kind]
         projected = side == kept
-        rows.append(dict(kind=kind, group=group, many=deployed_many, kept=side, width=width, deployed=deployed_many * side * width,
+        rows.append(dict(kind=kind, many=many, kept=side, width=width, deployed=many * side * width,
                          reachable=min(kept, inherited) if projected else side, projected=projected))
     return rows
 
@@ -128,16 +128,13 @@ def show_energy(shares: dict[str, list[float]]) -> str:
 
 
 def draw_energy(shares: dict[str, list[float]], picture: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pictures()
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     for kind, layers in shares.items():
         axes.plot([100 * share for share in layers], marker="o", label=kind)
     axes.set(xlabel="layer", ylabel="energy outside the teacher's span, %", ylim=(0, None))
     axes.legend()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    save_picture(figure, picture)
 
 
 # ----------------------------------------------------------------------------------------------- remove
@@ -200,9 +197,7 @@ def spectrum(W_T: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pictures()
     figure, axes = plt.subplots(1, len(named), figsize=(4 * len(named), 3.5), layout="constrained", sharey=True, squeeze=False)
     for ax, (kind, (_, theirs, ours)) in zip(axes[0], named.items()):
         ax.semilogy(theirs, color="black", label="teacher: s² / Σ s²")
@@ -210,8 +205,7 @@ def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path
         ax.set(title=f"{kind}: {100 * (1 - ours.sum()):.1f} % outside", xlabel="singular vector of W_T on the d_ff side, largest first")
     axes[0, 0].set(ylabel="share of energy")
     axes[0, 0].legend()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    save_picture(figure, picture)
 
 
 # ----------------------------------------------------------------------------------------- the commands

@@ -125,7 +125,7 @@ def encode(messages: list[dict], render: Callable[[list[dict], bool], str], toke
     break after it. Raises ValueError where the template does not write turn after turn; what the template raises goes through."""
     names = "|".join(map(re.escape, sorted(tokenizer.special, key=len, reverse=True)))  # the longest first, where one begins another
     control, turn_end = re.compile(f"(?<!{GUARD})({names})"), re.compile(rf"(?<!{GUARD})(?:{names})(?=\s*\Z)")
-    plain = lambda text: tokenizer.encode(text.replace(GUARD, ""))
+    ids_of = lambda text: tokenizer.encode(text.replace(GUARD, ""))
     guarded = [m | {"content": re.sub(f"(?={names})", GUARD, re.sub("[\ud800-\udfff]", "\ufffd", m["content"]))} for m in messages]
 
     with bounded():
@@ -140,7 +140,7 @@ def encode(messages: list[dict], render: Callable[[list[dict], bool], str], toke
 
     ids, mask, place = [], [], 0
     for k, piece in enumerate(control.split(whole)):  # text, control token, text, ..., text
-        read = plain if k % 2 == 0 else lambda text: [tokenizer.special[text]] if text else []
+        read = ids_of if k % 2 == 0 else lambda text: [tokenizer.special[text]] if text else []
         new = read(piece)
         own = [0] * len(new)
         for begin, end in answers:

@@ -16,7 +16,7 @@ class Config:
     model_type: str            # "llama" or "qwen2"; only the q/k/v bias differs
     vocab_size: int            # V, padded rows included
     hidden_size: int           # H
-    intermediate_size: int     # F
+    intermediate_size: int     # d_ff
     num_hidden_layers: int
     num_attention_heads: int   # n
     num_key_value_heads: int   # m
@@ -42,12 +42,12 @@ class Config:
         """Read a config.json, with the older keys or the `rope_parameters` block. Refuses by name what we do not compute."""
         whole = lambda key, high, missing=None, low=1: number(hf, key, where, low, high, missing)
         kind = hf.get("model_type")
-        unsupported = {  # key: the values under which our forward pass is theirs
+        supported = {  # key: the values under which our forward pass is theirs
             "model_type": ("llama", "qwen2"), "hidden_act": ("silu", None), "mlp_bias": (False, None),
             "attention_bias": (False, None) if kind == "llama" else (True, False, None),  # Qwen2 always has its q/k/v bias
             "use_sliding_window": (False, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
             "auto_map": (None,), "tie_word_embeddings": (True, False, None)}
-        for key, fine in unsupported.items():
+        for key, fine in supported.items():
             if hf.get(key) not in fine:
                 raise Refusal(f"{where}: {key}={hf.get(key)!r} is not supported (only {' or '.join(map(repr, fine))})")
 

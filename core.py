@@ -1,7 +1,7 @@
 """Opening the MLP: train what you deploy.
 
 Plain LRC deploys gate, up (d_ff, r) and down (r, d_ff) whole but trains them only inside the teacher's span, T Z^T.
-The modes here start from that same merged matrix; three of them let training leave the span, one is their control:
+The modes here start from that same merged matrix; dense and core let training leave the span, random and slice are their controls:
 
     mode     deployed matrix W            trains                           reaches
     lrc      T Z^T                        Z (r, H)                         col(T) only
@@ -79,8 +79,8 @@ class Compact(Plain):
         U = [B; 1] - T B
     is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1. It is the very U_perp that `complement` writes
     out: for a T with 1 - T_1 invertible only one orthogonal [T U] makes [T U] - 1 of rank k, and the product of the k reflectors of a QR is of that kind.
-    QR turns the sign of some columns of T; so do we, and turn Z with them. A column that needs no reflection is turned too (U is the same): then
-    every reflection is a whole one, and 1 - T_1 far from singular.
+    QR flips the sign of some columns of T; so do we, and of Z with them. A column that QR leaves alone (tau 0) is flipped as well: U stays the
+    same, and 1 - T_1 stays far from singular.
     T need not be held either: T_2 = B^T (1 - T_1). With a teacher's weight (`implicit`) nor is B: T = W_T M, so B = N W_T2^T, N = (1 - T_1^T)^-1 M^T.
     """
 
@@ -91,7 +91,8 @@ class Compact(Plain):
         R, tau = torch.geqrf(plain.T)  # tau 0: no reflection
         sign = torch.where(tau == 0, -1, 1) * R.diagonal().sign()
         T = (plain.T * sign).double()  # (out, k)
-        solve = lambda right: torch.linalg.solve(torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T, right).to(plain.T.dtype).contiguous()  # as broadcasts want it
+        gap = torch.eye(k, dtype=T.dtype, device=T.device) - T[:k].T
+        solve = lambda right: torch.linalg.solve(gap, right).to(plain.T.dtype).contiguous()  # as broadcasts want it
         self.register_buffer("sign", sign, persistent=False)                                 # (k,)
         self.register_buffer("T1", T[:k].to(plain.T.dtype).contiguous(), persistent=False)   # (k, k)
         self.Zc = nn.Parameter(self.Z.new_zeros(len(self.Z), len(T) - k))                    # (r, out - k)

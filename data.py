@@ -1,7 +1,7 @@
 """Tokens: shards on disk become batches that resume exactly.
 
     python data.py prepare SOURCE --tokenizer TEACHER [--out FOLDER]        # text or chats -> token shards, on all cores (prepare.py)
-    python data.py tokenizer --vocab 2048 --out tiny                        # how tiny's own BPE was made
+    python data.py tokenizer --vocab 2048 --out FOLDER                        # a BPE of one's own, as tiny's was made
 
 Documents lie end to end in the shards, each closed by the tokenizer's separator, and are cut into windows of the sequence length. Every epoch
 visits each window once, in an order of its own that follows from the seed and the epoch alone: the n-th read of a run is the same window
@@ -222,6 +222,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "tokenizer":
         if not 257 <= args.vocab <= 1 << 20:
             raise Refusal(f"--vocab {args.vocab} is out of range: 257, which is every byte and the separator, to {1 << 20:,}")
+        if (args.out / "tokenizer.json").exists():
+            raise Refusal(f"--out {args.out}: has a tokenizer.json already, which other files may depend on; choose another folder")
         return train_tokenizer(training_texts(args.source), args.vocab, args.out)
     for name, low in (("tokens", 1), ("workers", 1), ("seed", 0), ("min_score", -math.inf)):
         value = getattr(args, name)

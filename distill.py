@@ -183,7 +183,7 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
     state does not: the teacher's is compared through the frame F (H, r), h_T F. `writers` are the student's (o_proj, down_proj) weights
     a layer, which attn_out and ffn_out need.
     """
-    attend = cosine if objective.attention == "cosine" else square
+    heads = cosine if objective.attention == "cosine" else square
     compare = relative if objective.hidden == "relative" else square
     distance = lambda f, a, b: Distance.apply(a, b, valid, f)
     product = lambda tap: F.silu(tap["gate"]) * tap["up"]  # what down_proj reads
@@ -195,7 +195,7 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
             return distance(square, F.linear(s["o"] - t["o"], writer[0]), 0)
         if name == "ffn_out":
             return distance(square, F.linear(product(s) - product(t), writer[1]), 0)
-        return distance(square if name in ("gate", "up") else attend, s[name], t[name])
+        return distance(square if name in ("gate", "up") else heads, s[name], t[name])
 
     sums = dict.fromkeys(objective.align, 0.0)
     for s, t, writer in zip(student, teacher, writers or [None] * len(student), strict=True):

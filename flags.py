@@ -1,4 +1,4 @@
-"""The flags of train.py: one dataclass, its defaults and help, and what is refused before anything is loaded."""
+"""The flags of train.py: one dataclass with defaults and help, what is refused before anything is loaded, and what the flags come to: terms, objective, dtypes."""
 from __future__ import annotations
 
 import argparse
@@ -39,7 +39,7 @@ class Args:
     accum: int = flag(1, "micro-batches a step, a rank")
     lr: float = flag(0.0, "peak learning rate (0: the preset's, else 1e-4; sft: 1e-5)")
     schedule: str = flag("linear", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    warmup: float = flag(0.05, "warm-up as a share of the steps (published: 0.005 of 200k steps)")
+    warmup: float = flag(0.05, "warm-up as a share of the steps (published: 0.005)")
     weight_decay: float = flag(0.0, "AdamW's, on matrices only")
     clip: float = flag(1.0, "largest gradient norm over all coordinates")
     temperature: float = flag(40.0, "T of the KL")
@@ -95,23 +95,7 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
         name = name.parent.name if name.name == "student" and name.parent.name else name.name  # RUN/student
         args.out = f"runs/{name}-{args.mode if args.stage == 'distill' else args.stage}"
     if args.resume:
-        record = read_json(Path(args.out) / "config.json")
-        if not isinstance(record.get("args"), dict):
-            raise Refusal(f"{args.out}: its config.json is not that of a run; --resume takes the --out of an earlier one")
-        stored = {f.name: f.default for f in fields(Args)} | record["args"]  # older runs lack newer flags
-        for f in fields(Args):
-            kind = type(stored[f.name])
-            if kind is not type(f.default) and (kind, type(f.default)) != (int, float) or stored[f.name] not in f.metadata.get("choices", [stored[f.name]]):
-                raise Refusal(f"{args.out}/config.json: {f.name} is {stored[f.name]!r}, which --{f.name.replace('_', '-')} cannot be; was it edited?")
-        if unknown := sorted(stored.keys() - {f.name for f in fields(Args)}):
-            raise Refusal(f"{args.out}/config.json: {unknown[0]} is no flag of this train.py; resume with the code the run began with (its git_commit)")
-        for name, value in given.items():
-            if name not in FREE_ON_RESUME and value != stored[name]:
-                raise Refusal(f"--{name.replace('_', '-')} {value} contradicts {args.out}/config.json ({stored[name]}); a resumed run keeps its flags")
-        args = Args(**stored | given | {"out": args.out})
-        for name, why in of_the_moment(args).items():
-            if name in given:
-                raise Refusal(f"--{name.replace('_', '-')} would have no effect: {why}; leave it out")
+        args = resumed(args, given)
     check(args)
     if not args.resume:
         check_effect(args)
@@ -129,6 +113,28 @@ def parse(argv: list[str] | None, about: str = "") -> Args:
     args.data = args.data or ("stdlib" if args.teacher == "tiny" and args.stage != "sft" else "")
     if args.stage == "distill" and not terms(args):
         raise Refusal("every term of the objective is left out or has weight 0 (--without, --w-kl, --w-ce, --w-align): nothing would be trained")
+    return args
+
+
+def resumed(args: Args, given: dict) -> Args:
+    """The flags of the run at --out; what contradicts them, or would have no effect now, is refused."""
+    record = read_json(Path(args.out) / "config.json")
+    if not isinstance(record.get("args"), dict):
+        raise Refusal(f"{args.out}: its config.json is not that of a run; --resume takes the --out of an earlier one")
+    stored = {f.name: f.default for f in fields(Args)} | record["args"]  # older runs lack newer flags
+    for f in fields(Args):
+        kind = type(stored[f.name])
+        if kind is not type(f.default) and (kind, type(f.default)) != (int, float) or stored[f.name] not in f.metadata.get("choices", [stored[f.name]]):
+            raise Refusal(f"{args.out}/config.json: {f.name} is {stored[f.name]!r}, which --{f.name.replace('_', '-')} cannot be; was it edited?")
+    if unknown := sorted(stored.keys() - {f.name for f in fields(Args)}):
+        raise Refusal(f"{args.out}/config.json: {unknown[0]} is no flag of this train.py; resume with the code the run began with (its git_commit)")
+    for name, value in given.items():
+        if name not in FREE_ON_RESUME and value != stored[name]:
+            raise Refusal(f"--{name.replace('_', '-')} {value} contradicts {args.out}/config.json ({stored[name]}); a resumed run keeps its flags")
+    args = Args(**stored | given | {"out": args.out})
+    for name, why in of_the_moment(args).items():
+        if name in given:
+            raise Refusal(f"--{name.replace('_', '-')} would have no effect: {why}; leave it out")
     return args
 
 

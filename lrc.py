@@ -19,8 +19,10 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -186,67 +188,76 @@ def calibrate(teacher: Transformer, student: Transformer, ids: Tensor, targets: 
     """Fill `student` with W_T P, P fitted layer by layer on calibration text ids, targets (n, T); returns the frame F (H, r).
 
     The fit runs on the student's own stream so far, so each write into the stream also repairs what earlier layers got
-    wrong. All of it is closed form: no randomness, the same result on every rank. The two streams live in a file, one
-    chunk of rows in memory at a time.
+    wrong. All of it is closed form: no randomness, the same result on every rank. The two streams live in two mapped
+    files, one chunk of rows in memory at a time.
     """
     c, r, device = teacher.config, student.config.hidden_size, teacher.lm_head.weight.device
     rope = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=device))
     chunks = torch.arange(len(ids)).split(max(1, 4096 // ids.shape[1]))  # rows that are in memory together
-    n = lambda h: unit_rms(h, c.rms_norm_eps)
-    tied, gain = c.tie_word_embeddings, widen(teacher.norm.weight)
-
-    # 1. The frame: Q (H, r), top eigenvectors of the second moment of n(h_T), pooled over the stream before every layer and at the end
-    moment = torch.zeros(c.hidden_size, c.hidden_size, dtype=torch.float64, device=device)
-    for rows in chunks:
-        h = widen(teacher.embed_tokens(ids[rows].to(device)))  # (rows, T, H)
-        for block in [*teacher.layers, None]:
-            x = n(h).flatten(0, 1)
-            moment += (x.T @ x).double()
-            if block:
-                with widened(block):
-                    h = block(h, *rope)[0]
-    if not (torch.isfinite(moment).all() and gain.pow(2).sum() > 0):
-        raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: is the checkpoint whole?")
-    Q = fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
+    gain = widen(teacher.norm.weight)
+    Q = main_directions(teacher, ids, r, rope, chunks)
     # A tied head reads the stream out with the embedding's Q too, and the teacher's final gain g_f stands between: turn the frame
     # by it. A common factor is free (every reader normalises), so g_f goes in at RMS 1 and the stream keeps the embedding's size
-    frame = gain[:, None] * Q / gain.pow(2).mean().sqrt() if tied else Q
+    frame = gain[:, None] * Q / gain.pow(2).mean().sqrt() if c.tie_word_embeddings else Q
     student.embed_tokens.weight.copy_(widen(teacher.embed_tokens.weight) @ Q)
 
-    # 2. Layer by layer, both streams advancing together
     with tempfile.TemporaryDirectory() as folder:
-        if (needed := 4 * ids.numel() * (c.hidden_size + r)) > (free := shutil.disk_usage(folder).free):  # a mapped file without room kills the process
-            raise Refusal(f"{tempfile.gettempdir()}: calibrating on {ids.numel():,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
-                          "make room, set TMPDIR to another place, or give fewer --calibration-tokens")
-        h_T, h_S = (torch.from_file(f"{folder}/{who}", shared=True, size=ids.numel() * width).view(*ids.shape, width)
-                    for who, width in (("teacher", c.hidden_size), ("student", r)))
+        h_T, h_S = (mapped(Path(folder) / who, *ids.shape, width) for who, width in (("teacher", c.hidden_size), ("student", r)))
         for rows in chunks:
             for h, net in ((h_T, teacher), (h_S, student)):
                 h[rows] = widen(net.embed_tokens(ids[rows].to(device))).cpu()
-        for i, (theirs, ours) in enumerate(zip(teacher.layers, student.layers)):
+        for i, (theirs, ours) in enumerate(zip(teacher.layers, student.layers)):  # both streams advance together
             with widened(theirs):
                 fit_layer(theirs, ours, h_T, h_S, frame, rope, chunks, device)
             say(f"calibrating layer {i + 1}/{len(student.layers)}: {ids.numel():,} tokens, relative error of the stream "
                 f"{stream_error(h_T, h_S, frame, chunks, device):.3f}")
-
-        # 3. The read-out: with an untied head its own P by ridge; with a tied one the final gain, a least squares a channel
-        fit = Ridge()
-        xy = xx = 0.0
-        for rows in chunks:
-            x, y = n(h_S[rows].to(device)), teacher.norm(h_T[rows].to(device))
-            if tied:  # g_S = sum(x * y) / sum(x^2), channel by channel
-                y = y @ Q  # (rows, T, r)
-                xy, xx = xy + (x * y).sum((0, 1)), xx + x.pow(2).sum((0, 1))
-            else:
-                fit.add(x, y)
-        if tied:
-            student.norm.weight.copy_(xy / xx)
-        else:
-            student.lm_head.weight.copy_(widen(teacher.lm_head.weight) @ fit.solve().T)
+        fit_read_out(teacher, student, h_T, h_S, Q, chunks)
         scale = best_scale(student, h_S, targets, device)
     student.norm.weight.mul_(scale)
     say(f"calibrated: final gain scaled by {scale:.2f}, the best of {len(SCALES)} on the calibration text")
     return frame
+
+
+def main_directions(teacher: Transformer, ids: Tensor, r: int, rope, chunks) -> Tensor:
+    """Q (H, r): top eigenvectors of the second moment of n(h_T), pooled over the stream before every layer and at the end."""
+    c, device = teacher.config, teacher.lm_head.weight.device
+    moment = torch.zeros(c.hidden_size, c.hidden_size, dtype=torch.float64, device=device)
+    for rows in chunks:
+        h = widen(teacher.embed_tokens(ids[rows].to(device)))  # (rows, T, H)
+        for block in [*teacher.layers, None]:
+            x = unit_rms(h, c.rms_norm_eps).flatten(0, 1)
+            moment += (x.T @ x).double()
+            if block:
+                with widened(block):
+                    h = block(h, *rope)[0]
+    if not (torch.isfinite(moment).all() and widen(teacher.norm.weight).pow(2).sum() > 0):
+        raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: is the checkpoint whole?")
+    return fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
+
+
+def mapped(file: Path, *shape: int) -> Tensor:
+    """An fp32 tensor that lives in a file."""
+    needed, free = 4 * math.prod(shape), shutil.disk_usage(file.parent).free
+    if needed > free:  # a mapped file that finds no room kills the process
+        raise Refusal(f"{tempfile.gettempdir()}: calibrating on {math.prod(shape[:-1]):,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
+                      "make room, set TMPDIR to another place, or give fewer --calibration-tokens")
+    return torch.from_file(str(file), shared=True, size=math.prod(shape)).view(shape)
+
+
+def fit_read_out(teacher: Transformer, student: Transformer, h_T: Tensor, h_S: Tensor, Q: Tensor, chunks) -> None:
+    """With an untied head its own P by ridge; with a tied one the final gain, a least squares a channel: g_S = sum(x * y) / sum(x^2)."""
+    c, device, fit, xy, xx = teacher.config, teacher.lm_head.weight.device, Ridge(), 0.0, 0.0
+    for rows in chunks:
+        x, y = unit_rms(h_S[rows].to(device), c.rms_norm_eps), teacher.norm(h_T[rows].to(device))
+        if c.tie_word_embeddings:
+            y = y @ Q  # (rows, T, r)
+            xy, xx = xy + (x * y).sum((0, 1)), xx + x.pow(2).sum((0, 1))
+        else:
+            fit.add(x, y)
+    if c.tie_word_embeddings:
+        student.norm.weight.copy_(xy / xx)
+    else:
+        student.lm_head.weight.copy_(widen(teacher.lm_head.weight) @ fit.solve().T)
 
 
 def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, frame: Tensor, rope, chunks, device) -> None:

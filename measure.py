@@ -26,7 +26,7 @@ class Row:
     what: str
     value: str
     spread: str = ""
-    asked: str = ""
+    aim: str = ""  # set before anything was measured
 
 
 def seconds(work, device: torch.device) -> float:
@@ -54,10 +54,10 @@ def side_by_side(works: list, device: torch.device, repeats: int) -> list[list[f
     return taken
 
 
-def ratio(what: str, a: list[float], b: list[float], asked: str = "") -> Row:
+def ratio(what: str, a: list[float], b: list[float], aim: str = "") -> Row:
     """a / b, repeat by repeat."""
     each = [x / y for x, y in zip(a, b)]
-    return Row(what, f"{statistics.median(each):.3f}", f"{min(each):.3f} to {max(each):.3f}; {statistics.median(a):.3g} s / {statistics.median(b):.3g} s", asked)
+    return Row(what, f"{statistics.median(each):.3f}", f"{min(each):.3f} to {max(each):.3f}; {statistics.median(a):.3g} s / {statistics.median(b):.3g} s", aim)
 
 
 def alone(work, make) -> tuple[float, int]:
@@ -138,7 +138,7 @@ class Distillation:
 
 
 def table(rows: list[Row]) -> str:
-    return "\n".join(["| | measured | repeats, and seconds | asked |", "|---|---|---|---|", *(f"| {r.what} | {r.value} | {r.spread} | {r.asked} |" for r in rows)])
+    return "\n".join(["| | measured | repeats, and seconds | aim |", "|---|---|---|---|", *(f"| {r.what} | {r.value} | {r.spread} | {r.aim} |" for r in rows)])
 
 
 def machine(device: torch.device) -> str:

@@ -79,11 +79,16 @@ def export_gguf(source: Path, out: Path | None = None, dtype: torch.dtype = torc
     exported = (source / "model.safetensors").exists() or (source / "model.safetensors.index.json").exists()
     default = source.resolve().with_name(f"{source.resolve().name}.gguf") if exported else source / "student.gguf"
     out = Path(out) / default.name if out and Path(out).is_dir() else Path(out or default)
-    if out.exists() and out.open("rb").read(4) != b"GGUF":
+    if out.exists() and first_bytes(out, 4) != b"GGUF":
         raise Refusal(f"{out}: exists and is no GGUF file; choose another --out")
     net, tokenizer = (Transformer.from_pretrained(source), source) if exported else (deployed(source)[2], source / "tokenizer")
     out.parent.mkdir(parents=True, exist_ok=True)
     return write_gguf(net, tokenizer, out, dtype)
+
+
+def first_bytes(file: Path, count: int) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(count)
 
 
 def swap(making: Path, out: Path) -> None:

@@ -9,7 +9,7 @@ saving is a prefix, not a translation table.
     logits = net(ids)                                                          # (B, T) -> (B, T, V)
     net.save_pretrained("my-folder")                                           # transformers loads it
 
-Axes: B batch, T positions, V vocabulary, H hidden width, n heads, m key/value heads, d head_dim, F d_ff.
+Axes: B batch, T positions, V vocabulary, H hidden width, n heads, m key/value heads, d head_dim.
 `d` is its own number: H/n for the teacher, but inherited, not derived, for the narrower student.
 Sources: Llama (arXiv 2302.13971), GQA (2305.13245), RoPE (2104.09864), Qwen2 (2407.10671).
 """
@@ -118,7 +118,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, H) -> gate and up (B, T, F) before the activation, and silu(gate) * up before down_proj."""
+        """x (B, T, H) -> gate and up (B, T, d_ff) before the activation, and silu(gate) * up before down_proj."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         return gate, up, F.silu(gate) * up
 

@@ -81,8 +81,6 @@ def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Calla
     """Fill clone and optimizer from the newest complete checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(run, say)
     tensors = runs.read_tensors(folder / "state.safetensors")
-    if any(name.endswith(".Zp") for name in tensors):
-        raise Refusal(f"{run}: begun before Zp was renamed to Zc; finish it with the code it began with (git_commit in its config.json)")
     runs.restore(f"{run}/checkpoint", training_state(clone, optimizer), tensors)
     clone.deploy()
     deployed = runs.read_tensors(folder / "student.safetensors")

@@ -228,12 +228,12 @@ def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: in
         brief = lambda number: f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
         return f"{brief(world * each)} GPU-hours, {brief(each / 24)} days on {world} H100"
 
-    network, between = seconds(c, width, mode, args)
+    nets, between = seconds(c, width, mode, args)
     print(f"work      {sum(parts.values()) / 1e9:.3g} GFLOP a token: " + ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in parts.items())
           + (f"\n          and between coordinates and weights, once a step on every rank, {mapped / 1e12:.3g} TFLOP" if mapped else "") + f"; in all {total:.3g} FLOP")
     print(f"time      {hours(args)}, assuming {args.mfu:.0%} of its peak: {H100['bf16'] / 1e12:.0f} TFLOP/s in bf16" + (f", {H100[slow] / 1e12:.0f} in {slow}" if mapped else "")
-          + f"\n          a step: {network:.3g} s for the network" + (f", {between:.3g} s for the map" if mapped else ""))
-    if between > network / 4 and not args.tf32:
+          + f"\n          a step: {nets:.3g} s for the network" + (f", {between:.3g} s for the map" if mapped else ""))
+    if between > nets / 4 and not args.tf32:
         print(f"          with --tf32, the map at {H100['tf32'] / 1e12:.0f} TFLOP/s: {hours(replace(args, tf32=True))}")
 
 
@@ -256,7 +256,8 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
     tried = []
     for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard-optimizer", mode, dict(shard_optimizer=world > 1)),
                                         ("--bases implicit", mode, dict(bases="implicit") if mode == "core" else {}),
-                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)), ("--mode dense", "dense", dict(bases="explicit"))]:
+                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)),
+                                        ("--mode dense", "dense", dict(bases="explicit"))]:
         changed = replace(args, **flags_then)
         if changed == args and mode_then == mode or mode in FREE and mode_then == "dense":
             continue

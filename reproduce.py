@@ -299,9 +299,7 @@ def energy_table(book: Book, cases: list[Case]) -> str:
 
 def draw(book: Book, names: list[str], out: Path) -> None:
     """budget.png, width.png and energy.png, each if its experiment ran. Error bars are standard deviations over seeds."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = runs.pictures()
     colours = {"lrc": "black", "slice": "tab:orange", "dense": "tab:blue", "core": "tab:green"}
     tokens = 1024 * book.size.steps
 
@@ -315,8 +313,7 @@ def draw(book: Book, names: list[str], out: Path) -> None:
         fill(axes)
         axes.set(**labels)
         axes.legend()
-        figure.savefig(out / f"{name}.png", dpi=100)
-        plt.close(figure)
+        runs.save_picture(figure, out / f"{name}.png", dpi=100)
 
     def budgets(axes):
         for arm in ("lrc", "slice", "dense"):

@@ -3,6 +3,7 @@
     python runs.py RUN [RUN ...]        # compare finished runs: mean and spread over seeds, paired differences to plain LRC
 
     RUN/config.json      all flags, the data's and the teacher's identity, versions, git state
+    RUN/tokenizer/       the teacher's tokenizer files, for the exported student
     RUN/metrics.jsonl    one JSON object a line: a training step (step, tokens, loss, kl, ce, align, lr, tokens_per_second, ...; spike:
                          how far the loss jumped; skipped: why the step changed nothing) or an evaluation (step, val_ce, val_kl, val_top1)
     RUN/curves.png       the same as a picture
@@ -32,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import MODES
-from teachers import Refusal, read_json, write_whole
+from teachers import TOKENIZER, Refusal, read_json, write_whole
 
 
 def check_folder(run: Path, resume: bool) -> None:
@@ -85,8 +86,7 @@ def writing(path: Path, partial: Path | None = None, then: str = "go on with --r
         raise Refusal(f"{path}: cannot be written ({reason}); make room, then {then}") from None
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                   "generation_config.json")
+TOKENIZER_FILES = (*TOKENIZER, "generation_config.json")
 
 
 def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) -> None:
@@ -271,9 +271,7 @@ def table(run: Path, numbers: dict[str, int]) -> str:
 
 def draw_curves(run: Path) -> None:
     """curves.png: each loss term by step, and held-out cross-entropy with the teacher's as a line."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pictures()
     rows = read_metrics(run)
     teacher_ce = next((r["teacher"]["val_ce"] for r in rows if "teacher" in r), None)
     steps, evals = [r for r in rows if "loss" in r], [r for r in rows if "val_ce" in r]
@@ -291,11 +289,27 @@ def draw_curves(run: Path) -> None:
         right.axhline(teacher_ce, color="black", linestyle="--", label="teacher, held-out CE")
     right.set(xlabel="step", ylabel="nats a token")
     right.legend()
-    making = run / "curves.tmp.png"
-    with writing(run / "curves.png", partial=making):
-        figure.savefig(making, dpi=110)
-        os.replace(making, run / "curves.png")
-    plt.close(figure)
+    with writing(run / "curves.png"):
+        save_picture(figure, run / "curves.png")
+
+
+def pictures():
+    """matplotlib's pyplot, drawing to files alone."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
+def save_picture(figure, path: Path, dpi: int = 110) -> None:
+    """Whole or not at all, and out of matplotlib's memory."""
+    making = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    try:
+        figure.savefig(making, dpi=dpi)
+        os.replace(making, path)
+    finally:
+        making.unlink(missing_ok=True)
+        pictures().close(figure)
 
 
 FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard_optimizer",

@@ -2,7 +2,7 @@
 
     stdlib                                     the standard library of this Python
     notes.txt, book.md, code.py, rows.jsonl    a file; a .jsonl or .parquet row holds a text, or a chat ("messages" or "conversations")
-    FOLDER                                     such files, and .parquet
+    FOLDER                                     a folder of such files
     hub:OWNER/NAME[@REVISION][:FOLDER]         the .parquet or .jsonl files of a data set on the hub, read over the network, never stored
 
 What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and told.

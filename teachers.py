@@ -2,7 +2,8 @@
 
 Nothing here knows about tensors. A preset carries the shape of the official Instruct checkpoint, so
 that `train.py --plan` can account for a run with no weights and no network, and the published
-student width and learning rate. `--preset paper` adds the rest of the published recipe, PAPER.
+student width and learning rate. `--preset paper` adds the rest of the published recipe, PAPER. Every file imports from here
+what is common: Refusal, read_json, write_whole.
 """
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
-          "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
-TOKENIZER = WANTED[4:]  # all that preparing data takes
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]  # all that preparing data takes
+WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json", *TOKENIZER]
 
 
 class Refusal(ValueError):

@@ -1,6 +1,6 @@
 """The tokenizer: a Hugging Face `tokenizer.json` of byte-level BPE, run by tiktoken.
 
-    python data.py tokenizer --vocab 2048 --out tiny          # how tiny's own BPE was made
+    python data.py tokenizer --vocab 2048 --out FOLDER          # a BPE of one's own, as tiny's was made
 
 Text becomes the ids that the `tokenizers` library gives for the same file, or the file is refused by name. By choice:
 - a *special* token is never made from text: `<|endoftext|>` written in a document stays ordinary text (the library's

@@ -82,14 +82,10 @@ def find_place(args: Args) -> Place:
 
 def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
     """The clone at step 0; in a resumed run only its spans are made, the checkpoint fills it. `calibration`: (ids, targets), for a calibrated start."""
-    if args.stage != "distill":  # every weight is its own coordinate
-        student = Transformer(shape) if args.stage == "pretrain" else Transformer.from_pretrained(folder)
-        if args.stage == "pretrain":
+    if args.stage != "distill" or args.mode == "scratch":  # every weight is its own coordinate
+        student = Transformer.from_pretrained(folder) if args.stage == "sft" else Transformer(shape.at_width(args.width))
+        if args.stage != "sft":
             student.initialise(args.seed)
-        return lrc.Clone(student.to(place.device))
-    if args.mode == "scratch":
-        student = Transformer(shape.at_width(args.width))
-        student.initialise(args.seed)
         return lrc.Clone(student.to(place.device))
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
@@ -106,8 +102,8 @@ def share_start(clone: lrc.Clone, teacher: Transformer | None) -> None:
     for tensor in start.values():
         dist.broadcast(tensor.data, 0)
     clone.deploy()
-    guide = {} if teacher is None else {f"the teacher's {name}": w for name, w in teacher.named_parameters()}
-    watch.check_ranks(start | guide | dict(clone.student.named_parameters()), "at the start")
+    theirs = {} if teacher is None else {f"the teacher's {name}": w for name, w in teacher.named_parameters()}
+    watch.check_ranks(start | theirs | dict(clone.student.named_parameters()), "at the start")
 
 
 def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
@@ -166,10 +162,9 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     if not args.data:
         raise Refusal("--data is needed: " + ("a .jsonl of chats" if args.stage == "sft" else "a .txt or .jsonl file, a folder, hub:OWNER/NAME, or stdlib"))
     if args.seq_len > shape.max_position_embeddings:
-        raise Refusal(f"--seq-len {args.seq_len} is beyond the teacher's {shape.max_position_embeddings} positions")
+        raise Refusal(f"--seq-len {args.seq_len} is beyond the model's {shape.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise Refusal(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {shape.vocab_size} rows")
+    tokenizer.must_fit(shape.vocab_size, folder)
     choice = Choice(chats=args.stage == "sft")
     if place.rank == 0:
         prepared(args.data, tokenizer, choice=choice)
@@ -296,7 +291,8 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
         if place.world > 1 and step % args.check_ranks == 0:
             watch.check_ranks(clone.coordinates(), f"after step {step}")
         last = step == args.steps
-        evaluates, saves = step % args.eval_every == 0 or last, step % args.save_every == 0 or last or stop
+        evaluates = last or step % args.eval_every == 0
+        saves = last or stop or step % args.save_every == 0
         state = training_state(clone, optimizer) if saves else {}
         if saves and args.shard_optimizer:
             state = gathered(state, place.rank)

@@ -556,14 +556,6 @@ def test_a_flag_that_would_be_ignored_is_refused(flags, word):
         train.parse(flags)
 
 
-def test_a_run_from_before_the_complement_was_renamed_says_how_to_finish_it(teacher_folder, tmp_path):
-    out = run(teacher_folder, tmp_path / "run", "--mode", "core")
-    file = next((out / "checkpoint").glob("step-*")) / "state.safetensors"
-    save_file({key.replace("Zc", "Zp"): value for key, value in load_file(file).items()}, file)
-    with pytest.raises(Refusal, match="git_commit in its config.json"):
-        train.main(["--resume", "--out", str(out)])
-
-
 def test_compare_takes_no_flag_of_one_run_alone_for_equal(teacher_folder, tmp_path):
     folders = [run(teacher_folder, tmp_path / f"{seed}", "--mode", "lrc", "--seed", str(seed)) for seed in (1, 2)]
     record = json.loads((folders[0] / "config.json").read_text())
