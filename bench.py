@@ -1,6 +1,6 @@
 """How fast and how small: ratios of two things, measured side by side in one run on the machine at hand.
 
-    python bench.py                     # all rows but eval: on a CPU about a quarter of an hour, on one thread
+    python bench.py                     # all rows but eval and precision: on a CPU about a quarter of an hour, on one thread
     python bench.py step loss           # some of them, by name (--list)
     python bench.py eval --model FOLDER --local TASKS
     python bench.py --markdown FILE     # the table also to FILE
@@ -88,7 +88,7 @@ def official(device) -> list[Row]:
     kinds = {"core": "--mode core --bases compact", "plain LRC, its own recipe": "--mode lrc --recipe clone --coordinates teacher"}
     for batch, accum in ((1, 24), (6, 4), (3, 1)):
         for kind, flags in kinds.items():
-            a, b = side_by_side(both_steps(Distillation(c, r, batch, length, accum, flags)), device, 9 if accum == 1 else 5)
+            a, b = side_by_side(both_steps(Distillation(c, r, batch, length, accum, flags)), device, 9 if accum == 1 else 3)
             rows.append(ratio(f"our step, {kind} / LRC's own code, {accum} micro-batch{'es' * (accum > 1)} of {batch} sequence{'s' * (batch > 1)}", a, b,
                               "≤ 0.7" if (accum, kind) == (24, "core") else ""))
             gc.collect()
@@ -247,7 +247,7 @@ def ranks(device) -> list[Row]:
             return statistics.median(row["tokens_per_second"] / count for out in outs for row in runs.read_metrics(Path(out)) if row["step"] > 4 and "loss" in row)
     if device.type != "cpu" and torch.get_device_module(device).device_count() < 2:
         raise Refusal("two ranks need two devices")
-    pairs = [(throughput(2), throughput(1)) for _ in range(5)]
+    pairs = [(throughput(2), throughput(1)) for _ in range(3)]
     each = [two / one for two, one in pairs]
     return [Row("tokens/s of a rank, 2 ranks / 2 runs of 1 rank, one thread each", f"{statistics.median(each):.3f}",
                 f"{min(each):.3f} to {max(each):.3f}; {statistics.median(p[0] for p in pairs):,.0f} / {statistics.median(p[1] for p in pairs):,.0f}", "≥ 0.9")]
@@ -352,7 +352,7 @@ ROWS = dict(map=mapped, bases=bases, step=step, official=official, loss=loss, ch
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} (default: all but eval)")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)} (default: all but eval and precision)")
     parser.add_argument("--list", action="store_true", help="say what each row measures, and stop")
     parser.add_argument("--model", help="eval: the folder of a model")
     parser.add_argument("--local", help="eval: a folder of tasks, as eval.py takes it")
@@ -372,7 +372,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = train.find_place(parse([])).device
     rows, failed = [], False
-    for name in args.rows or [name for name in ROWS if name != "eval"]:
+    for name in args.rows or [name for name in ROWS if name not in ("eval", "precision")]:
         begun = time.perf_counter()
         try:
             new = ROWS[name](device, args.model, args.local) if name == "eval" else ROWS[name](device)
