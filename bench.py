@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
             failed, new = True, [Row(name, "not measured", str(error))]
         rows += new
         print(f"{name}, {time.perf_counter() - begun:.0f} s: " + "; ".join(f"{row.what} {row.value} ({row.spread})" for row in new), file=sys.stderr, flush=True)
-    text = f"{table(rows)}\n\n({machine(device)}; `python bench.py {' '.join(args.rows)}`)\n"
+    text = f"{table(rows)}\n\n({machine(device)}; `{' '.join(['python bench.py', *args.rows])}`)\n"
     print(text)
     if args.markdown:
         write_whole(args.markdown, text)
