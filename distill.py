@@ -133,27 +133,26 @@ class HeadLoss(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------ alignment
 
-
 # Each distance f(s, t) comes with its gradient at s: (..., n), (..., n) -> (...), (..., n), in fp32
 
 
 def square(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """|s - t|^2 / n: a mean over features, so that a width doubled by repetition changes nothing."""
+    """|s - t|^2 / n, a mean over features, so that a width doubled by repetition changes nothing.   d/ds = 2 (s - t) / n"""
     d, n = s - t, s.shape[-1]
     return torch.linalg.vector_norm(d, dim=-1).square() / n, d.mul_(2 / n)
 
 
 def relative(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """|s - t|^2 / |t|^2."""
+    """|s - t|^2 / |t|^2.   d/ds = 2 (s - t) / |t|^2"""
     d, whole = s - t, torch.linalg.vector_norm(t, dim=-1, keepdim=True).square().clamp(min=1e-12 * t.shape[-1])
     return torch.linalg.vector_norm(d, dim=-1).square() / whole[..., 0], d.mul_(2 / whole)
 
 
 def cosine(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - c, c = s.t / (|s| |t|).   dc/ds = (t/|t| - c s/|s|) / |s|"""
-    S, T = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-8) for x in (s, t))
-    c = torch.linalg.vecdot(s, t)[..., None] / (S * T)
-    return 1 - c[..., 0], (s * (c / S ** 2)).addcmul_(t, -1 / (S * T))
+    """1 - c, c = s.t / (|s| |t|).   d/ds = (c s/|s| - t/|t|) / |s|"""
+    size_s, size_t = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-8) for x in (s, t))
+    c = torch.linalg.vecdot(s, t)[..., None] / (size_s * size_t)
+    return 1 - c[..., 0], (s * (c / size_s ** 2)).addcmul_(t, -1 / (size_s * size_t))
 
 
 class Distance(torch.autograd.Function):
