@@ -155,12 +155,12 @@ def test_the_committed_results_are_those_of_the_committed_code():
 
 
 ENDLESS = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are begun with Ctrl-C ignored
 sys.path.insert(0, {root!r})
 import reproduce
 def endless(run, flags, folder):
-    print("begun", flush=True)
+    os.write(1, b"begun\\n")  # in one piece: print may write a line and its end apart
     time.sleep(600)
 if __name__ == "__main__":
     reproduce.work = endless
