@@ -324,14 +324,15 @@ def precision(device) -> list[Row]:
 
 def evaluation(device, model: str, local: str, limit: int = 40) -> list[Row]:
     """eval.py over lm-eval's hf backend (batch 8) on the same tasks, fp32, each task once, the two in turns first; refused where an accuracy differs."""
-    import eval as evals
+    from eval import find_tasks
+    from likelihood import Model, harness
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     names = ["arc_easy", "piqa", "winogrande", "sciq", "boolq", "commonsense_qa"]
-    loaded, _, missing, manager = evals.find_tasks(names, Path(local))
+    loaded, _, missing, manager = find_tasks(names, Path(local))
     if missing:
         raise Refusal(f"--local {local}: {', '.join(missing)} cannot be loaded; `python tests/tasks.py CACHE` makes such a folder")
-    backends = [evals.harness(evals.Model(model, device=str(device), dtype="float32")), HFLM(pretrained=model, device=str(device), dtype="float32", batch_size=8)]
+    backends = [harness(Model(model, device=str(device), dtype="float32")), HFLM(pretrained=model, device=str(device), dtype="float32", batch_size=8)]
     taken, scores = [[], []], [[], []]
     def accuracies(i: int, name: str) -> list[float]:
         found = simple_evaluate(model=backends[i], tasks=loaded[name], num_fewshot=0, limit=limit, verbosity="ERROR", task_manager=manager)["results"]

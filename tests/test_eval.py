@@ -12,7 +12,8 @@ import eval as ours
 from data import Tokens
 from prepare import prepare
 from tokenizer import Tokenizer
-from eval import Model, mean_of_nine, task_table
+from eval import mean_of_nine, task_table
+from likelihood import Model, harness
 from model import Transformer
 from teachers import Refusal
 
@@ -50,7 +51,7 @@ def with_bos(folder, tmp_path_factory):
 
 def backends(folder):
     from lm_eval.models.huggingface import HFLM
-    return ours.harness(Model(str(folder), batch_tokens=256)), HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4)
+    return harness(Model(str(folder), batch_tokens=256)), HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4)
 
 
 def asked(kind, *args):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import eval as evals
+import likelihood
 import runs
 import train
 from data import Tokens
@@ -72,7 +73,7 @@ def test_eval_agrees_with_lm_evals_hf_backend_on_real_tasks(cache):
     names, limit = ["arc_easy", "piqa", "winogrande", "sciq", "boolq", "commonsense_qa"], int(os.environ.get("LRC_EVAL_DOCS", "8"))
     loaded, _, missing, manager = evals.find_tasks(names, tasks_folder(cache))
     assert not missing
-    backends = {"ours": evals.harness(evals.Model(str(folder))), "hf": HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=8)}
+    backends = {"ours": likelihood.harness(likelihood.Model(str(folder))), "hf": HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=8)}
     seconds = dict.fromkeys(backends, 0.0)
     for name in names:
         samples = {}
