@@ -20,6 +20,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("TQDM_DISABLE", "" if sys.stderr.isatty() else "1")  # read when tqdm is imported: no bars in a log file
 
@@ -54,23 +55,30 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def find_tasks(names: list[str], local: Path | None) -> tuple[dict[str, list], dict[str, str], dict[str, str], object]:
-    """Task names -> ({name: its lm-eval tasks, loaded}, {name: which local file it is}, {name: why it cannot be had}, the manager). In folder
-    `local`, NAME.yaml or local_NAME.yaml goes before lm-eval's own NAME."""
+class Tasks(NamedTuple):
+    """loaded: {name: its lm-eval tasks}; instead: {name: which local file it is}; missing: {name: why it cannot be had}; manager: lm-eval's own."""
+    loaded: dict[str, list]
+    instead: dict[str, str]
+    missing: dict[str, str]
+    manager: object
+
+
+def find_tasks(names: list[str], local: Path | None) -> Tasks:
+    """In folder `local`, NAME.yaml or local_NAME.yaml goes before lm-eval's own NAME."""
     from lm_eval.tasks import TaskManager
-    loaded, instead, missing = {}, {}, {}
     own = {p.stem for p in local.rglob("*.yaml")} if local else set()
     choice = {name: f"local_{name}" if f"local_{name}" in own else name for name in names}
-    manager = TaskManager(include_path=str(local.resolve()) if local else None, include_defaults=not own >= set(choice.values()))  # the defaults take seconds to index
+    all_own = own >= set(choice.values())  # lm-eval's take seconds to index
+    tasks = Tasks({}, {}, {}, TaskManager(include_path=str(local.resolve()) if local else None, include_defaults=not all_own))
     for name, chosen in choice.items():
         try:
-            found = manager.load([chosen])
-            loaded[name] = [found["groups"][chosen]] if chosen in found["groups"] else list(found["tasks"].values())
+            found = tasks.manager.load([chosen])
+            tasks.loaded[name] = [found["groups"][chosen]] if chosen in found["groups"] else list(found["tasks"].values())
             if chosen in own:
-                instead[name] = f"{chosen} ({local})"
+                tasks.instead[name] = f"{chosen} ({local})"
         except Exception as error:  # the libraries raise many unrelated classes: no network, a removed loader, a bad YAML
-            missing[name] = f"{type(error).__name__}: {plain(error)[:160]}"
-    return loaded, instead, missing, manager
+            tasks.missing[name] = f"{type(error).__name__}: {plain(error)[:160]}"
+    return tasks
 
 
 def run_task(lm, name: str, tasks: list, limit: int | None, manager) -> dict:
@@ -196,44 +204,57 @@ class Report:
         write_whole(self.file, json.dumps(self.data, indent=2) + "\n")
 
 
+def score_tasks(model: Model, tasks: Tasks, limit: int | None, report: Report) -> set[str]:
+    """All tasks on one model, each kept as it ends -> the names of those that failed."""
+    failed = set()
+    for name, loaded in tasks.loaded.items():
+        try:
+            row = run_task(harness(model), name, loaded, limit, tasks.manager)
+            print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
+        except Exception as error:  # one task must not take the others with it
+            failed.add(name)
+            row = {"failed": f"{type(error).__name__}: {plain(error)}"}
+            print(f"{name}: failed, the others run: {row['failed']}", flush=True)
+        if name in tasks.instead:
+            row["instead"] = tasks.instead[name]
+        report.keep("tasks", report.data["tasks"] | {name: row})
+    return failed
+
+
+def score_text(model: Model, args, report: Report) -> None:
+    teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
+    if teacher:
+        model.tokenizer.must_fit(teacher.config.vocab_size, args.teacher)
+    seq_len = min(1024, model.max_length) if args.seq_len is None else args.seq_len
+    figures = text_figures(model, args.text, teacher, seq_len, args.tokens, args.whole)
+    report.keep("text", {"source": args.text, "seq_len": seq_len, "teacher": args.teacher} | figures)
+    print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()), flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     if args.offline:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     check(args)
-    loaded, instead, missing, manager = {}, {}, {}, None
+    tasks = Tasks({}, {}, {}, None)
     if args.tasks:
-        names = [*AVG9, *OUTSIDE] if args.tasks == "avg9" else [name for name in args.tasks.split(",") if name]
-        loaded, instead, missing, manager = find_tasks(names, args.local)
-        for name, why in missing.items():
+        tasks = find_tasks([*AVG9, *OUTSIDE] if args.tasks == "avg9" else [name for name in args.tasks.split(",") if name], args.local)
+        for name, why in tasks.missing.items():
             print(f"task {name} cannot be had, the others run: {why}", flush=True)
-        for name, what in instead.items():
+        for name, what in tasks.instead.items():
             print(f"task {name}: {what}", flush=True)
-        if not loaded:
+        if not tasks.loaded:
             raise Refusal("none of the tasks can be loaded; see above")
-    reports, failed = [], set(missing)
+    reports, failed = [], set(tasks.missing)
     for source in args.models:
         model = Model(source, args.batch_tokens, dtype=args.dtype)
-        report = Report(source, model, args, missing, ("torch", "lm_eval", "datasets") if loaded else ("torch",))
+        report = Report(source, model, args, tasks.missing, ("torch", "lm_eval", "datasets") if tasks.loaded else ("torch",))
         print("{origin}: fingerprint {fingerprint}, {dtype}, BOS {bos}, before an empty context {prefix}".format(**report.data), flush=True)
-        for name, tasks in loaded.items():
-            try:
-                row = run_task(harness(model), name, tasks, args.limit, manager)
-                print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
-            except Exception as error:  # one task must not take the others with it
-                row, failed = {"failed": f"{type(error).__name__}: {plain(error)}"}, failed | {name}
-                print(f"{name}: failed, the others run: {row['failed']}", flush=True)
-            report.keep("tasks", report.data["tasks"] | {name: row | ({"instead": instead[name]} if name in instead else {})})
+        failed |= score_tasks(model, tasks, args.limit, report)
         if args.text:
-            teacher = Transformer.from_pretrained(args.teacher, device=str(model.device)) if args.teacher else None
-            if teacher:
-                model.tokenizer.must_fit(teacher.config.vocab_size, args.teacher)
-            seq_len = min(1024, model.max_length) if args.seq_len is None else args.seq_len
-            figures = text_figures(model, args.text, teacher, seq_len, args.tokens, args.whole)
-            report.keep("text", {"source": args.text, "seq_len": seq_len, "teacher": args.teacher} | figures)
-            print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()), flush=True)
+            score_text(model, args, report)
         reports.append(report.data)
-    if loaded:
+    if tasks.loaded:
         print("\n" + task_table(reports))
     if failed:
         raise Refusal(f"without {', '.join(sorted(failed))}: see above")
