@@ -15,7 +15,8 @@ import pytest
 
 import reproduce
 import train
-from reproduce import ARMS, Book, Case, Run, Size, experiments, flags_of, paired, swept
+from experiments import ARMS, Case, Run, Size, flags_of, questions, swept
+from reproduce import Book, paired
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +56,7 @@ def test_every_arm_is_a_command_of_train(arm):
 
 
 def test_every_experiment_holds_what_it_compares_with():
-    for name, (question, cases) in experiments(Size().widths).items():
+    for name, (question, cases) in questions(Size().widths).items():
         assert question.endswith((".", "?"))
         there = {(case.arm, case.width, case.budget) for case in cases}
         assert all((arm, case.width, budget) in there for case in cases for arm, budget in case.against), name
@@ -148,7 +149,7 @@ def test_the_committed_results_are_those_of_the_committed_code():
     """Every row of the full set is there, under the flags that the code would give it now, and tables.md is made from them."""
     book = Book(Size(), ROOT / "results", Path("unused"))
     text = (ROOT / "results" / "tables.md").read_text(encoding="utf-8")
-    for _, cases in experiments(Size().widths).values():
+    for _, cases in questions(Size().widths).values():
         assert reproduce.table(book, cases) in text
         for case in cases:
             assert len(book.seeds(case)) == case.seeds and book.to_try(*swept(case.arm, case.width)) == []
