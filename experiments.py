@@ -57,7 +57,7 @@ def questions(widths: tuple[int, ...]) -> dict[str, tuple[str, list[Case]]]:
         "main": ("Does training the whole deployed matrix beat plain LRC at the same budget?",
                  [Case(arm, w, 1, 5 if arm in MAIN else 3, () if arm == "lrc" else plain) for w in (64, 32) for arm in (*MAIN, "scratch CE", "scratch CE+KL")]),
         "basis": ("Is the teacher's own basis privileged?",
-                  [Case("lrc", 32, 1, 5), Case("dense", 32, 1, 5, plain), Case("core", 32, 1, 5, (("dense", 1),)), Case("random", 32, 1, 5, (("dense", 1),))]),
+                  [Case("lrc", 32, 1, 5), Case("dense", 32, 1, 5, plain), Case("core", 32, 1, 5, (("dense", 1),)), Case("random", 32, 1, 5, (("dense", 1), ("lrc", 1)))]),
         "equal": ("Do as many trained numbers inside the span do the same? The difference against the budget, not at one point.",
                   [Case(arm, 32, b, 5 if b == 1 else 3, {"lrc": (), "slice": (("lrc", b),), "dense": (("lrc", b), ("slice", b))}[arm])
                    for b in (1, 2, 5) for arm in ("lrc", "slice", "dense")]),
