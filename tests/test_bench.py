@@ -9,6 +9,7 @@ import torch
 import bench
 import distill
 import lrc
+import measure
 import peers
 from conftest import random_net
 from config import Config
@@ -100,19 +101,19 @@ def test_the_plain_step_is_the_mean_cross_entropy(pair):
 def test_exponents_and_ratios_by_closed_form():
     assert bench.exponent(2, [5 + 3 * n ** 1.5 for n in (1, 2, 4)]) == pytest.approx(1.5)
     assert bench.exponent(4, [7 + n for n in (2, 8, 32)]) == pytest.approx(1) and math.isnan(bench.exponent(2, [1, 1, 2])) and math.isnan(bench.exponent(2, [1, 0.9, 2]))
-    row = bench.ratio("x", [2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
+    row = measure.ratio("x", [2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
     assert row.value == "2.000" and row.spread == "1.000 to 3.000; 4 s / 3 s"
 
 
 def test_works_are_warmed_up_and_timed_in_turns():
     called = []
-    taken = bench.side_by_side([lambda i=i: called.append(i) for i in range(3)], torch.device("cpu"), 3)
+    taken = measure.side_by_side([lambda i=i: called.append(i) for i in range(3)], torch.device("cpu"), 3)
     assert called == [0, 1, 2] + [0, 1, 2] + [2, 1, 0] + [0, 1, 2] and [len(t) for t in taken] == [3, 3, 3]
 
 
 def test_the_shape_keeps_the_published_proportions():
     """Tokens to d_ff decides what the map costs, rows of the vocabulary to layers what the loss costs: both as in Llama-3.2-3B -> 1536."""
-    full, (c, r, batch, length) = Config.from_hf(PRESETS["llama3.2-3b"]["config"]), bench.paper_shape(torch.device("cpu"))
+    full, (c, r, batch, length) = Config.from_hf(PRESETS["llama3.2-3b"]["config"]), measure.paper_shape(torch.device("cpu"))
     assert (c.intermediate_size / c.hidden_size, c.hidden_size / r, c.num_attention_heads / c.num_key_value_heads) == (8192 / 3072, 2, 3)
     assert batch * length / c.intermediate_size == 12288 / 8192 and 4 * batch * length * 8 == 49152
     assert c.vocab_size / c.num_hidden_layers * 8 == pytest.approx(full.vocab_size / full.num_hidden_layers, rel=1e-3)
@@ -120,7 +121,7 @@ def test_the_shape_keeps_the_published_proportions():
 
 def test_a_step_of_the_bench_is_the_step_of_train():
     """The losses of two steps: finite, falling, every term there; with accumulation the tokens are all different."""
-    made = bench.Distillation(replace(bench.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 2, 16, 2, "--mode core --bases compact")
+    made = bench.Distillation(replace(measure.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 2, 16, 2, "--mode core --bases compact")
     terms = [made.step() for _ in range(3)]
     assert set(terms[0]) == {"kl", "ce", "align", "loss", "grad_norm", "q", "k", "v", "o", "gate", "up", "hidden"}
     assert terms[-1]["loss"] < terms[0]["loss"] and len({tuple(ids.flatten().tolist()) for ids, _ in made.micro}) == 2
@@ -129,7 +130,7 @@ def test_a_step_of_the_bench_is_the_step_of_train():
 @pytest.fixture
 def witnessed(monkeypatch):
     """The bench at a toy size, each work run once and not timed -> tokens that passed through what, by work in the order in which a row measures them."""
-    shape = replace(bench.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 6, 16
+    shape = replace(measure.paper_shape(torch.device("cpu"), layers=1)[0], vocab_size=64), 24, 6, 16
     monkeypatch.setattr(bench, "paper_shape", lambda device, layers=4: shape)
     seen, now = [], {}
 
@@ -219,9 +220,9 @@ def end(made):
 
 @pytest.mark.slow
 def test_the_memory_of_a_process_of_its_own_is_measured():
-    assert 40e6 < bench.alone(hold, forty)[1] < 50e6
+    assert 40e6 < measure.alone(hold, forty)[1] < 50e6
     with pytest.raises(Refusal, match="ended without an answer"):
-        bench.alone(end, forty)
+        measure.alone(end, forty)
 
 
 @pytest.mark.slow
