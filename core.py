@@ -27,6 +27,7 @@ from model import Transformer, widen
 
 MODES = ("lrc", "dense", "core", "random", "slice")
 BASES = ("explicit", "compact", "implicit")  # how `core` holds [T U_perp]
+READABLE = 2048  # d_ff up to which explicit ones cost little
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -129,9 +130,15 @@ class Compact(Plain):
         self.Zc.grad = self.times_B(G1 - GT).add_(G2)
 
 
-def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "explicit", teacher: Transformer | None = None) -> Clone:
+def chosen_bases(bases: str, mode: str, d_ff: int) -> str:
+    """`auto` decided: explicit matrices, which are there to be read, for a small teacher, the fastest for a large one."""
+    return bases if bases != "auto" else "compact" if mode == "core" and d_ff > READABLE else "explicit"
+
+
+def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teacher: Transformer | None = None) -> Clone:
     """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with bases that are not
     explicit: by rounding). `seed` is that of R and A; `core` uses none. `bases`: how `core` holds [T U_perp]; implicit ones need the teacher."""
+    bases = chosen_bases(bases, mode, clone.student.config.intermediate_size)
     theirs = dict(teacher.named_parameters()) if bases == "implicit" else {}  # name -> W_T
     generator = torch.Generator().manual_seed(seed)
     for name in [n for n in clone.maps if n.endswith(MLP)]:

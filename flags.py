@@ -28,7 +28,8 @@ class Args:
     init: str = flag("auto", "the start: calibrated, or W_T P with a random P: orthonormal, or random, N(0, 0.02) as LRC's own code (auto: gpd orthonormal, else "
                              "calibrated); with --stage sft the model to fine-tune: RUN/student, or another folder or hub id")
     coordinates: str = flag("span", "what stays in the span trains as Z (span) or as P, W = W_T P (teacher)", choices=["span", "teacher"])
-    bases: str = flag("explicit", "core's [T U_perp]: explicit, d_ff^2 numbers a matrix; compact, d_ff H, the fastest; implicit, 2 H^2 and the teacher's own weights (core.py)", choices=list(BASES))
+    bases: str = flag("auto", "core's [T U_perp]: explicit, d_ff^2 numbers a matrix; compact, d_ff H, the fastest; implicit, 2 H^2 and the teacher's own "
+                      "weights (auto: explicit up to a d_ff of 2,048, to be read; else compact)", choices=["auto", *BASES])
     width: int = flag(0, "student width r (0: the preset's, else half the teacher's)")
     data: str = flag("", "stdlib, a .txt/.md/.py/.jsonl/.parquet file, a folder of such, hub:OWNER/NAME, a prepared folder, or a mixture of those by weight, "
                          "a=10,b=0.35 (default for tiny: stdlib); for sft a .jsonl of chats")

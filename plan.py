@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core import chosen_bases
 from flags import Args, network, ranks, teacher_dtypes, terms
 from config import Config
 from teachers import PAPER_DATA, PRESETS, Refusal, read_json, resolve
@@ -193,13 +194,14 @@ def show(args: Args) -> None:
     else:
         check_width(c, width)
         mode = args.mode
+    args = replace(args, bases=chosen_bases(args.bases, mode, c.intermediate_size))
     plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
     distil = args.stage == "distill"
     print(f"{'teacher' if distil else 'model':<10}{network(args)}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
           f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
           f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
     if distil:
-        print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}")
+        print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}" + (f", {args.bases} bases" if mode == "core" else ""))
     print(f"\n{'':<24}{'deployed':>12}" + (f"{'trained: lrc':>15}{'trained: ' + mode:>17}" if distil else f"{'trained':>12}"))
     for group, row in ours.items():
         print(f"{group:<24}{count(row['deployed']):>12}" + (f"{count(plain[group]['trained']):>15}{count(row['trained']):>17}" if distil else f"{count(row['trained']):>12}"))

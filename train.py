@@ -192,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
         plan.check_width(shape, args.width)
+    args.bases = core.chosen_bases(args.bases, args.mode, shape.intermediate_size)
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
     start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
     if args.bases == "implicit" and start != loop:

@@ -390,6 +390,8 @@ def test_other_bases_are_used_and_train_as_explicit_ones(home, tmp_path, bare, m
     monkeypatch.setattr(core.Compact, "__init__", lambda self, plain, W_T=None: made.append("compact" if W_T is None else "implicit") or real(self, plain, W_T))
     rows = [steps_of(run(home, tmp_path / kind, "--bases", kind, "--steps", "4")) for kind in ("explicit", bases)]
     assert made == 6 * [bases] and [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-4)
+    run(home, tmp_path / "auto", "--steps", "1")
+    assert made == 6 * [bases] and json.loads((tmp_path / "auto/config.json").read_text(encoding="utf-8"))["args"]["bases"] == "explicit"  # the run folder says what was chosen
 
 
 def test_data_takes_a_mixture_and_a_resumed_run_goes_on_in_it(home, tmp_path, bare, monkeypatch):

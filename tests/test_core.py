@@ -306,3 +306,10 @@ def test_core_trains_the_same_with_other_bases(teacher, ids, bases):
     for name, p in ends[0].items():
         assert torch.allclose(p, ends[1][name], rtol=1e-7, atol=1e-9), name
     assert max(complement_share(pair[1], wide).values()) > 1e-4
+
+
+@pytest.mark.parametrize("d_ff, bases, kind", [(2048, "auto", core.Opened), (2049, "auto", core.Compact), (2049, "explicit", core.Opened), (40, "compact", core.Compact)])
+def test_bases_are_explicit_up_to_a_d_ff_of_2048_where_nothing_is_said(d_ff, bases, kind):
+    clone = clone_of(random_net(num_hidden_layers=1, intermediate_size=d_ff).requires_grad_(False), "core", bases=bases)
+    assert [type(m) for name, m in clone.maps.items() if name.endswith(core.MLP)] == 3 * [kind]
+    assert core.chosen_bases(bases, "dense", d_ff) == ("explicit" if bases == "auto" else bases)  # the other modes have none

@@ -239,13 +239,15 @@ def test_what_a_block_keeps_for_backward_is_counted_to_the_byte(ids):
 
 
 def test_the_verdict_follows_the_sum_and_says_what_would_make_it_fit(capsys):
-    text = planned(capsys, "--teacher", "llama3.2-3b", "--preset", "paper")
+    llama = ("--teacher", "llama3.2-3b", "--preset", "paper", "--bases", "explicit")
+    text = planned(capsys, *llama)
     assert re.search(r"verdict   [\d.]+ GB does not fit in 80 GB\n +--checkpointing: [\d.]+ GB\n +--checkpointing --shard-optimizer: [\d.]+ GB, fits\n$", text)
-    fits = planned(capsys, "--teacher", "llama3.2-3b", "--preset", "paper", "--checkpointing", "--shard-optimizer")
+    fits = planned(capsys, *llama, "--checkpointing", "--shard-optimizer")
     held, added = (float(re.search(rf"{line}.*; in all ([\d.]+)\n", fits).group(1)) for line in ("held:", "a micro-batch of 1 x 2048 adds:"))
     said = re.search(r"verdict   ([\d.]+) GB fits in 80 GB", fits).group(1)
     assert float(said) == pytest.approx(held + added, abs=0.2) and f"--shard-optimizer: {said} GB, fits" in text
-    assert "fits in 141 GB" in planned(capsys, "--teacher", "llama3.2-3b", "--preset", "paper", "--gpu-memory", "141")
+    assert "fits in 141 GB" in planned(capsys, *llama, "--gpu-memory", "141")
+    assert "mode core, compact bases" in planned(capsys, *llama[:-2]) and "mode core, explicit bases" in text
     large = planned(capsys, "--teacher", "llama3.1-8b", "--preset", "paper")
     assert re.search("--mode dense: [\\d.]+ GB, fits", large) and "--batch-size 1" not in large
     assert "--batch-size 1 --accum 3" in planned(capsys, "--teacher", "llama3.1-8b", "--preset", "paper", "--batch-size", "3")
