@@ -41,16 +41,14 @@ def complement(T: Tensor) -> Tensor:
     return Q[:, T.shape[1]:].contiguous()
 
 
-def directions(mode: str, T: Tensor, generator: torch.Generator) -> Tensor:
+def directions(mode: str, T: Tensor, drawn: Tensor | None) -> Tensor:
     """C (out, out - k): the fixed directions of the second path, for T (out, k). Columns have length 1 (`random`: nearly), so that a
-    step in Zc is as large in W as a step in Z."""
-    out, k = T.shape
+    step in Zc is as large in W as a step in Z. `drawn`: normal numbers, (out, out - k) for `random`, (k, out - k) for `slice`."""
     if mode == "core":
         return complement(T)
-    draw = lambda rows: torch.randn(rows, out - k, generator=generator).to(T)  # on the CPU: the same on every device and rank
     if mode == "random":
-        return draw(out) / out ** 0.5  # R: full rank, not orthogonalised, so that a part of it lies in col(T)
-    A = draw(k)
+        return drawn.to(T) / len(T) ** 0.5  # R: full rank, not orthogonalised, so that a part of it lies in col(T)
+    A = drawn.to(T)
     return T @ (A / A.norm(dim=0))  # T A, A (k, out - k) with unit columns
 
 
@@ -141,7 +139,12 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teache
     bases = chosen_bases(bases, mode, clone.student.config.intermediate_size)
     theirs = dict(teacher.named_parameters()) if bases == "implicit" else {}  # name -> W_T
     generator = torch.Generator().manual_seed(seed)
-    for name in [n for n in clone.maps if n.endswith(MLP)]:
+    for name in [n for n in clone.weights if n.endswith(MLP)]:
+        out, k = clone.student.config.intermediate_size, min(clone.frame.shape[0], clone.student.config.intermediate_size)
+        rows = {"random": out, "slice": k}.get(mode)  # drawn for every matrix, on the CPU: the same on every device, and however the ranks share the matrices out
+        drawn = torch.randn(rows, out - k, generator=generator) if rows else None
+        if name not in clone.maps:
+            continue
         plain = clone.maps[name]
         square = plain.T.shape[0] == plain.T.shape[1]  # no U_perp
         if mode == "dense":
@@ -149,5 +152,5 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teache
         elif mode == "core" and bases != "explicit" and not square:
             clone.maps[name] = Compact(plain, theirs[name] if bases == "implicit" else None)
         elif mode != "lrc":
-            clone.maps[name] = Opened(plain, directions(mode, plain.T, generator))
+            clone.maps[name] = Opened(plain, directions(mode, plain.T, drawn))
     return clone

@@ -59,7 +59,7 @@ class Args:
     checkpointing: bool = flag(False, "activation checkpointing: a student's block runs again in backward, for less memory; the same numbers")
     teacher_dtype: str = flag("auto", "the frozen teacher's weights (auto: the start is fitted to fp32 and the loop runs as --dtype says; files of bf16 stay bf16 where it says bf16)",
                               choices=["auto", "float32", "bfloat16"])
-    shard_optimizer: bool = flag(False, "AdamW's moments shared out over the ranks (ZeroRedundancyOptimizer); the same numbers, and whole checkpoints")
+    shard: bool = flag(False, "share the matrices out over the ranks: each holds the bases, coordinates and moments of its own; the same numbers, and whole checkpoints")
     tf32: bool = flag(False, "CUDA: matrix products of fp32 in TF32, that is the once-a-step map from coordinates to weights")
     eval_every: int = flag(100, "steps between evaluations on held-out text")
     eval_tokens: int = flag(32768, "held-out tokens an evaluation reads, evenly spread")
@@ -77,7 +77,7 @@ class Args:
 PLAN_ONLY = {"gpus", "mfu", "gpu_memory"}
 
 
-FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "keep", "non_finite", "check_ranks", "plan", "checkpointing", "shard_optimizer",
+FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_every", "keep", "non_finite", "check_ranks", "plan", "checkpointing", "shard",
                   *PLAN_ONLY}
 
 
@@ -179,7 +179,7 @@ OF_DISTILLATION = {"mode", "recipe", "without", "coordinates", "bases", "width",
 
 def of_the_moment(args: Args) -> dict[str, str]:
     """Flags that may be given anew at a resume, and have no effect here: name -> why."""
-    alone = {"shard_optimizer": "one rank has nobody to share with", "check_ranks": "one rank has nobody to be compared with"}
+    alone = {"shard": "one rank has nobody to share with", "check_ranks": "one rank has nobody to be compared with"}
     return ({} if args.plan else dict.fromkeys(PLAN_ONLY, "only --plan reads it")) | ({} if ranks(args) > 1 else alone)
 
 

@@ -19,12 +19,14 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -102,22 +104,34 @@ class Clone:
 
     A weight without a map (a norm gain, or the MLP of mode `dense`) is its own coordinate: the student's parameter trains.
     `frame` F (H, r) says where the student's stream lives in the teacher's: h_S ~ h_T F.
+    `owner`: weight -> the rank that alone holds its map and trains it, where ranks share them out (optimizer.py); then deploy is called by all.
     """
 
-    def __init__(self, student: Transformer, maps: dict[str, nn.Module] | None = None, frame: Tensor | None = None):
-        self.student, self.maps, self.frame = student, maps or {}, frame
+    def __init__(self, student: Transformer, maps: dict[str, nn.Module] | None = None, frame: Tensor | None = None, owner: dict[str, int] | None = None):
+        self.student, self.maps, self.frame, self.owner = student, maps or {}, frame, owner
         self.weights = dict(student.named_parameters())  # a tied pair appears once
         self.deploy()
 
     def coordinates(self) -> dict[str, nn.Parameter]:
-        """What trains, by name: `layers.0.mlp.up_proj.weight.Z` where a map stands between, else the weight's own name."""
-        own = {name: w for name, w in self.weights.items() if name not in self.maps and w.requires_grad}
+        """What trains (on this rank), by name: `layers.0.mlp.up_proj.weight.Z` where a map stands between, else the weight's own name."""
+        mine = lambda name: self.owner is None or self.owner[name] == dist.get_rank()
+        own = {name: w for name, w in self.weights.items() if name not in self.maps and w.requires_grad and mine(name)}
         return own | {f"{name}.{c}": p for name, m in self.maps.items() for c, p in m.named_parameters()}
+
+    @functools.cached_property
+    def order(self) -> list[str]:
+        """The names of all ranks' coordinates, in the order in which one rank alone would have them. Asked for first by all ranks, once the maps are made."""
+        told, weights = [None] * dist.get_world_size(), list(self.weights)
+        dist.all_gather_object(told, list(self.coordinates()))
+        weight = lambda name: name if name in self.weights else name.rpartition(".")[0]
+        return sorted((name for names in told for name in names), key=lambda name: (name not in self.weights, weights.index(weight(name))))
 
     @torch.no_grad()
     def deploy(self) -> None:
         for name, m in self.maps.items():
             self.weights[name].copy_(m.weight())
+        for name, rank in (self.owner or {}).items():
+            dist.broadcast(self.weights[name], rank)
 
     @torch.no_grad()
     def pull_back(self) -> None:
@@ -143,12 +157,13 @@ def blank_student(teacher: Transformer, width: int) -> Transformer:
     return student.eval()
 
 
-def plain_maps(teacher: Transformer, student: Transformer, coordinates: str = "span", opened: tuple[str, ...] = ()) -> dict[str, Plain]:
-    """A Plain map for each of the seven matrices a layer, the embedding and an untied head; norm gains train as they are.
-    Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
+def plain_maps(teacher: Transformer, student: Transformer, coordinates: str = "span", opened: tuple[str, ...] = (),
+               owner: dict[str, int] | None = None) -> dict[str, Plain]:
+    """A Plain map for each of the seven matrices a layer, the embedding and an untied head, or with an `owner` for those of this rank; norm
+    gains train as they are. Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
     theirs = dict(teacher.named_parameters())
     return {name: Plain(widen(theirs[name]), w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
-            for name, w in student.named_parameters() if w.dim() == 2}
+            for name, w in student.named_parameters() if w.dim() == 2 and (owner is None or owner[name] == dist.get_rank())}
 
 
 # ------------------------------------------------------------------------------- the calibrated start

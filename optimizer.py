@@ -1,9 +1,9 @@
-"""AdamW on the coordinates: its rate, its state made at the start, whole on every rank or shared out over them, and whole again in a checkpoint.
+"""AdamW on the coordinates: its rate, its state made at the start and taken up again at a resume, and the coordinates shared out over the ranks.
 
-AdamW holds two moments a trained number, 8 bytes in fp32: for a 3B teacher in mode `core` more than the network itself. With
---shard-optimizer each rank holds them for some of the coordinates, steps those, and sends the result to the others (ZeRO, stage 1:
-PyTorch's own ZeroRedundancyOptimizer). Every number is updated by the same arithmetic, so the run is the same bit for bit. In
-`training_state` a moment that another rank holds is a tensor on the meta device: a shape without memory.
+AdamW holds two moments a trained number, 8 bytes in fp32: for a 3B teacher in mode `core` more than the network itself; and the maps hold their
+bases. With --shard each rank makes the maps of some of the matrices only: it alone holds their bases, coordinates and moments, steps them, and
+sends the weights to the others (ZeRO, stage 1, with the map between coordinates and weights in it). Every number comes of the same arithmetic, so
+the run is the same bit for bit, and a checkpoint holds all of it, on whatever ranks it was.
 """
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import runs
 from flags import Args
@@ -32,56 +31,80 @@ def learning_rate(args: Args, step: int) -> float:
     return args.lr * decay[args.schedule]
 
 
-def make_optimizer(clone: Clone, lr: float, weight_decay: float = 0.0, shard: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(clone: Clone, lr: float, weight_decay: float = 0.0) -> torch.optim.AdamW:
     """AdamW with its state made here, not at the first step, so that a checkpoint has a place to go. Weight decay on matrices only."""
     matrices = [p for p in clone.coordinates().values() if p.dim() == 2]
     vectors = [p for p in clone.coordinates().values() if p.dim() != 2]
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
-    settings = dict(lr=lr, betas=(0.9, 0.999), fused=True)
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings) if shard else torch.optim.AdamW(groups, **settings)
-    adamw = of_this_rank(optimizer)
-    for p in [p for group in adamw.param_groups for p in group["params"]]:
-        adamw.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
+    for p in matrices + vectors:
+        optimizer.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     return optimizer
 
 
-def of_this_rank(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
-    """The AdamW that steps this rank's share of the coordinates: all of them, unless the state is sharded."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+# ---------------------------------------------------------------------------------------- shared out
+
+
+def share_out(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Weight -> the rank that is to train it: the largest first, each to the rank that has least so far."""
+    load, owner = [0] * ranks, {}
+    for name in sorted(sizes, key=sizes.get, reverse=True):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += sizes[name]
+    return {name: owner[name] for name in sizes}
+
+
+def gradient_norm(clone: Clone) -> Tensor:
+    """Of all coordinates, on whatever ranks they are: the norm of the norms of each."""
+    grads = {name: p.grad for name, p in clone.coordinates().items() if p.grad is not None}
+    if clone.owner is None:
+        return torch.nn.utils.get_total_norm(grads.values())
+    nothing = clone.student.lm_head.weight.new_zeros(())
+    norms = torch.stack([torch.linalg.vector_norm(grads[name]) if name in grads else nothing for name in clone.order])  # (all coordinates,)
+    dist.all_reduce(norms)  # a number and zeros: exact
+    return torch.linalg.vector_norm(norms)
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
 
 
 def training_state(clone: Clone, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a resumed run needs besides the step: coordinates, AdamW's moments (this rank's; the others' as shapes on the meta device),
-    the frame. The data order has no state."""
-    tensors, state = {} if clone.frame is None else {"frame": clone.frame}, of_this_rank(optimizer).state
+    """What a resumed run needs of this rank besides the step: coordinates, AdamW's moments, the frame. The data order has no state."""
+    tensors = {} if clone.frame is None else {"frame": clone.frame}
     for name, p in clone.coordinates().items():
-        away = torch.empty_like(p, device="meta")
-        moments = state.get(p) or dict(step=away.new_empty(()), exp_avg=away, exp_avg_sq=away)
-        tensors |= {f"coordinates/{name}": p} | {f"adamw/{name}/{key}": value for key, value in moments.items()}
+        tensors |= {f"coordinates/{name}": p} | {f"adamw/{name}/{key}": value for key, value in optimizer.state[p].items()}
     return tensors
 
 
 def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """training_state of a sharded run, called by all ranks -> the same with every moment there, on the CPU of rank 0; {} on the others.
-    One tensor travels at a time, so no device ever holds more than one moment that is not its own."""
-    device = next(iter(tensors.values())).device
-    owner = torch.tensor([-1 if t.is_meta else rank for t in tensors.values()], device=device)
-    dist.all_reduce(owner, dist.ReduceOp.MAX)  # coordinates and frame are on all ranks: the last one's serve as well
-    whole = {}
-    for (name, t), source in zip(tensors.items(), owner.tolist()):
-        if name.startswith("adamw/"):
-            t = torch.empty_like(t, device=device) if t.is_meta else t
-            dist.broadcast(t, source)
-        if rank == 0:
-            whole[name] = t.detach().cpu()
+    """The training_state of all ranks, called by all -> on the CPU of rank 0 the whole of it, on the others {}. One tensor travels at a time,
+    so no device ever holds more than one that is not its own."""
+    told, device = [None] * dist.get_world_size(), next(iter(tensors.values())).device
+    dist.all_gather_object(told, {name: t.shape for name, t in tensors.items()})
+    whole = {name: t.detach().cpu() for name, t in tensors.items()} if rank == 0 else {}
+    for source, shapes in enumerate(told[1:], 1):
+        for name, shape in shapes.items():
+            if name in told[0]:  # the frame is on every rank
+                continue
+            if rank == source:
+                dist.send(tensors[name].detach().contiguous(), 0)
+            elif rank == 0:
+                t = torch.empty(shape, device=device)
+                dist.recv(t, source)
+                whole[name] = t.cpu()
     return whole
 
 
 def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
     """Fill clone and optimizer from the newest complete checkpoint -> the step it was taken after."""
     folder, state = runs.find_checkpoint(run, say)
-    tensors = runs.read_tensors(folder / "state.safetensors")
-    runs.restore(f"{run}/checkpoint", training_state(clone, optimizer), tensors)
+    tensors, wanted = runs.read_tensors(folder / "state.safetensors"), training_state(clone, optimizer)
+    if clone.owner is not None:
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, list(wanted))
+        elsewhere = {name for names in told for name in names} - wanted.keys()
+        tensors = {name: t for name, t in tensors.items() if name not in elsewhere}
+    runs.restore(f"{run}/checkpoint", wanted, tensors)
     clone.deploy()
     deployed = runs.read_tensors(folder / "student.safetensors")
     for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand

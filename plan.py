@@ -10,6 +10,7 @@ from dataclasses import replace
 from core import chosen_bases
 from flags import Args, network, ranks, teacher_dtypes, terms
 from config import Config
+from optimizer import share_out
 from teachers import PAPER_DATA, PRESETS, Refusal, read_json, resolve
 
 
@@ -24,11 +25,18 @@ def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
             "embedding": ("embedding, head", 1 if c.tie_word_embeddings else 2, V, H)}
 
 
-def numbers(c: Config, width: int, mode: str, coordinates: str = "span") -> dict[str, dict[str, int]]:
-    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`. A span has min(kept, inherited) dimensions, P
-    (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is no span and every weight trains."""
+def shares(c: Config, ranks: int) -> list[dict[str, int]]:
+    """How many of each matrix each rank has, as the loop shares them out."""
+    owner = share_out({(name, i): kept * inherited for name, (_, many, kept, inherited) in matrices(c).items() for i in range(many)}, ranks)
+    return [{name: sum(owner[name, i] == rank for i in range(many)) for name, (_, many, _, _) in matrices(c).items()} for rank in range(ranks)]
+
+
+def numbers(c: Config, width: int, mode: str, coordinates: str = "span", share: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
+    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`, or for a share of its matrices. A span has min(kept, inherited)
+    dimensions, P (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is no span and every weight trains."""
     groups: dict[str, dict[str, int]] = {}
-    for group, many, kept, inherited in matrices(c).values():
+    for name, (group, many, kept, inherited) in matrices(c).items():
+        many = share[name] if share else many
         opened = mode in FREE or group == "mlp" and mode != "lrc"
         row = groups.setdefault(group, dict(deployed=0, trained=0))
         row["deployed"] += many * kept * width
@@ -77,15 +85,15 @@ def work(c: Config, width: int, args: Args) -> dict[str, float]:
     return parts
 
 
-def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit") -> float:
-    """FLOPs a step, on every rank, between coordinates and weights. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
+def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit", shards: int = 1) -> float:
+    """FLOPs a step between coordinates and weights, on every rank, or on the busiest of `shards` that share them out. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
     bases 2r there and 2r back. core.Compact meets B twice and T_1 once, there and back; for B its implicit form meets W_T without H rows, and N."""
     if mode in FREE:
         return 0
     met = {"compact": lambda kept, H: 2 * (kept - H) * H + H * H, "implicit": lambda kept, H: 2 * (kept - H) * H + 3 * H * H}
-    return sum(4 * width * many * (met[bases](kept, inherited) if group == "mlp" and bases in met and kept > inherited else
-                                   basis(group, kept, inherited, mode, coordinates))
-               for group, many, kept, inherited in matrices(c).values())
+    each = {name: 4 * width * (met[bases](kept, inherited) if group == "mlp" and bases in met and kept > inherited else basis(group, kept, inherited, mode, coordinates))
+            for name, (group, _, kept, inherited) in matrices(c).items()}
+    return max(sum(many * each[name] for name, many in share.items()) for share in shares(c, shards))
 
 
 def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]:
@@ -93,7 +101,7 @@ def seconds(c: Config, width: int, mode: str, args: Args) -> tuple[float, float]
     wide = H100["tf32" if args.tf32 else "fp32"]
     tokens = args.batch_size * args.seq_len * args.accum  # a rank
     return (tokens * sum(work(c, width, args).values()) / (args.mfu * (wide if args.dtype == "float32" else H100["bf16"])),
-            map_work(c, width, mode, args.coordinates, args.bases) / (args.mfu * wide))
+            map_work(c, width, mode, args.coordinates, args.bases, ranks(args) if args.shard else 1) / (args.mfu * wide))
 
 
 # --------------------------------------------------------------------------------------------- memory
@@ -112,25 +120,29 @@ def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "
 
 def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1, bases: str = "explicit") -> dict[str, int]:
     """Bytes that a rank holds all through a run, by part; activations come on top. `teacher_bytes`: a number of the teacher (bf16 on CUDA);
-    all else is fp32. `shards`: ranks that share AdamW's moments."""
+    all else is fp32. `shards`: ranks that share the matrices out; what the fullest of them holds."""
     n, teacher = numbers(c, width, mode, coordinates), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
-    deployed, trained = n["total"]["deployed"], n["total"]["trained"]
-    guide, moments = {f"teacher ({'bf16' if teacher_bytes == 2 else 'fp32'})": teacher_bytes * teacher}, 8 * trained // shards
-    if mode in FREE:
-        return (guide if mode == "scratch" else {}) | {"student": 4 * deployed, "gradients": 4 * trained, "optimizer (AdamW)": moments}
-    frozen_bases = sum(many * basis(group, kept, inherited, mode, coordinates, bases) for group, many, kept, inherited in matrices(c).values())
-    own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
-    frozen = n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
-    return guide | {"student": 4 * deployed, "coordinates": 4 * (trained - own), "gradients": 4 * (deployed - frozen + trained - own),
-                    "optimizer (AdamW)": moments, "bases T, C": 4 * frozen_bases}
+    deployed, frozen = n["total"]["deployed"], n.get("q/k/v bias (inherited)", {"deployed": 0})["deployed"]
+    guide = {"teacher (bf16)" if teacher_bytes == 2 else "teacher (fp32)": teacher_bytes * teacher}
+
+    def of_rank(share: dict[str, int]) -> dict[str, int]:
+        n = numbers(c, width, mode, coordinates, share)
+        trained = n["total"]["trained"]
+        if mode in FREE:
+            return (guide if mode == "scratch" else {}) | {"student": 4 * deployed, "gradients": 4 * deployed, "optimizer (AdamW)": 8 * trained}
+        own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
+        frozen_bases = sum(share[name] * basis(group, kept, inherited, mode, coordinates, bases) for name, (group, _, kept, inherited) in matrices(c).items())
+        return guide | {"student": 4 * deployed, "coordinates": 4 * (trained - own), "gradients": 4 * (deployed - frozen + trained - own),
+                        "optimizer (AdamW)": 8 * trained, "bases T, C": 4 * frozen_bases}
+    return max(map(of_rank, shares(c, shards)), key=lambda parts: sum(parts.values()))
 
 
-def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int, bases: str = "explicit") -> int:
+def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: int, bases: str = "explicit", shards: int = 1) -> int:
     """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` and bases
     that are not explicit too the spans of the MLP, from which they start."""
     if mode in FREE:
         return sum(size for part, size in memory(c, width, mode, coordinates, teacher_bytes).items() if part.startswith(("teacher", "student")))
-    begun = memory(c, width, "lrc" if mode == "dense" or bases != "explicit" else mode, coordinates, teacher_bytes)
+    begun = memory(c, width, "lrc" if mode == "dense" or bases != "explicit" else mode, coordinates, teacher_bytes, shards)
     return sum(size for part, size in begun.items() if not part.startswith(("gradients", "optimizer")))
 
 
@@ -223,7 +235,7 @@ def show(args: Args) -> None:
 def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: int) -> None:
     """FLOPs, and the hours they take under the stated assumption."""
     parts, mapped, slow = work(c, width, args), map_work(c, width, mode, args.coordinates, args.bases), "tf32" if args.tf32 else "fp32"
-    total = (step * sum(parts.values()) + world * mapped) * args.steps
+    total = (step * sum(parts.values()) + (1 if args.shard else world) * mapped) * args.steps
 
     def hours(args: Args) -> str:
         each = sum(seconds(c, width, mode, args)) * args.steps / 3600
@@ -232,7 +244,7 @@ def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: in
 
     nets, between = seconds(c, width, mode, args)
     print(f"work      {sum(parts.values()) / 1e9:.3g} GFLOP a token: " + ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in parts.items())
-          + (f"\n          and between coordinates and weights, once a step on every rank, {mapped / 1e12:.3g} TFLOP" if mapped else "") + f"; in all {total:.3g} FLOP")
+          + (f"\n          and between coordinates and weights, once a step {'shared out over the ranks' if args.shard else 'on every rank'}, {mapped / 1e12:.3g} TFLOP" if mapped else "") + f"; in all {total:.3g} FLOP")
     print(f"time      {hours(args)}, assuming {args.mfu:.0%} of its peak: {H100['bf16'] / 1e12:.0f} TFLOP/s in bf16" + (f", {H100[slow] / 1e12:.0f} in {slow}" if mapped else "")
           + f"\n          a step: {nets:.3g} s for the network" + (f", {between:.3g} s for the map" if mapped else ""))
     if between > nets / 4 and not args.tf32:
@@ -244,8 +256,9 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
     loaded, running = (4 if dtype == "float32" else 2 for dtype in teacher_dtypes(args, c.dtype, "float32" if args.dtype == "float32" else "bfloat16"))
 
     def peak(mode: str, args: Args) -> tuple[dict, dict, float, float]:
-        held = memory(c, width, mode, args.coordinates, running, world if args.shard_optimizer else 1, args.bases)
-        added, start = activations(c, width, args, running), at_start(c, width, mode, args.coordinates, loaded, args.bases)
+        shards = world if args.shard else 1
+        held = memory(c, width, mode, args.coordinates, running, shards, args.bases)
+        added, start = activations(c, width, args, running), at_start(c, width, mode, args.coordinates, loaded, args.bases, shards)
         return held, added, start, max(sum(held.values()) + sum(added.values()), start) / 1e9
 
     held, added, start, most = peak(mode, args)
@@ -256,7 +269,7 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
         return print(f"verdict   {most:.3g} GB fits in {args.gpu_memory:g} GB")
     print(f"verdict   {most:.3g} GB does not fit in {args.gpu_memory:g} GB")
     tried = []
-    for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard-optimizer", mode, dict(shard_optimizer=world > 1)),
+    for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard", mode, dict(shard=world > 1)),
                                         ("--bases implicit", mode, dict(bases="implicit") if mode == "core" else {}),
                                         (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)),
                                         ("--mode dense", "dense", dict(bases="explicit"))]:

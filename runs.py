@@ -312,7 +312,7 @@ def save_picture(figure, path: Path, dpi: int = 110) -> None:
         pictures().close(figure)
 
 
-FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard_optimizer",
+FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard",
                   "keep", "check_ranks"}
 
 

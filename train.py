@@ -36,7 +36,7 @@ from distill import IGNORE, Objective, evaluate, losses
 from config import Config
 from model import Transformer
 from flags import Args, network, objective_of, parse, teacher_dtypes
-from optimizer import gathered, learning_rate, make_optimizer, resume, training_state
+from optimizer import gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
 from prepare import Choice
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer
@@ -86,19 +86,25 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
         student = Transformer.from_pretrained(folder) if args.stage == "sft" else Transformer(shape.at_width(args.width))
         if args.stage != "sft":
             student.initialise(args.seed)
-        return lrc.Clone(student.to(place.device))
+        return lrc.Clone(student.to(place.device), owner=share_out({name: w.numel() for name, w in student.named_parameters()}, place.world) if args.shard else None)
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
     if not args.resume:
         frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
-    maps = lrc.plain_maps(teacher, student, args.coordinates, opened=() if args.mode == "lrc" else core.MLP)
-    return core.open_mlp(lrc.Clone(student, maps, frame), args.mode, args.seed, args.bases, teacher)
+        frame = frame.contiguous()  # NCCL sends no other
+    owner = share_out({name: w.numel() for name, w in teacher.named_parameters()}, place.world) if args.shard else None
+    for tensor in [frame, *student.parameters()] if owner else []:
+        dist.broadcast(tensor.data, 0)  # each makes the maps of its share from rank 0's start
+    maps = lrc.plain_maps(teacher, student, args.coordinates, () if args.mode == "lrc" else core.MLP, owner)
+    return core.open_mlp(lrc.Clone(student, maps, frame, owner), args.mode, args.seed, args.bases, teacher)
 
 
 def share_start(clone: lrc.Clone, teacher: Transformer | None) -> None:
-    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file; so is the teacher."""
-    bases = {f"{name}'s {kind}": basis for name, m in clone.maps.items() for kind, basis in m.named_buffers()}
-    start = clone.coordinates() | ({} if clone.frame is None else {"the frame": clone.frame}) | bases
+    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file; so is the teacher. What one rank alone
+    holds (--shard) is in the student's weights, which it sends to the others."""
+    start = {} if clone.frame is None else {"the frame": clone.frame}
+    if clone.owner is None:
+        start |= clone.coordinates() | {f"{name}'s {kind}": basis for name, m in clone.maps.items() for kind, basis in m.named_buffers()}
     for tensor in start.values():
         dist.broadcast(tensor.data, 0)
     clone.deploy()
@@ -140,8 +146,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
         for name, value in sums.items():
             logged[name] = logged.get(name, 0.0) + value.detach() / valid
     clone.pull_back()
-    coordinates = list(clone.coordinates().values())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in coordinates if p.grad is not None])
+    norm = gradient_norm(clone)
     logged["grad_norm"] = norm / place.world  # the same on each rank: its sum is itself
     logged["stop"] = torch.full_like(valid, bool(asked))
     values = torch.stack([v.float() for v in logged.values()])
@@ -150,7 +155,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     figures = dict(zip(logged, values.tolist()))  # the step's one wait for the device
     stop = figures.pop("stop") > 0
     if all(map(math.isfinite, figures.values())):
-        torch.nn.utils.clip_grads_with_norm_(coordinates, clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(clone.coordinates().values(), clip, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -226,7 +231,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
     student.checkpointing = args.checkpointing
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    optimizer = make_optimizer(clone, args.lr, args.weight_decay, args.shard_optimizer)
+    optimizer = make_optimizer(clone, args.lr, args.weight_decay)
     begun = resume(run, clone, optimizer, place.say) if args.resume else 0
     if place.world > 1:
         share_start(clone, teacher)
@@ -289,13 +294,16 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
         spent += taken
         with place.precision():
             figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, objective.separator), place.say)
-        if place.world > 1 and step % args.check_ranks == 0:
-            watch.check_ranks(clone.coordinates(), f"after step {step}")
         last = step == args.steps
+        checks = place.world > 1 and step % args.check_ranks == 0
         evaluates = last or step % args.eval_every == 0
         saves = last or stop or step % args.save_every == 0
+        if evaluates or saves or checks:
+            clone.deploy()  # the student still holds the weights from before this step's update
+        if checks:
+            watch.check_ranks(clone.coordinates() if clone.owner is None else clone.weights, f"after step {step}")
         state = training_state(clone, optimizer) if saves else {}
-        if saves and args.shard_optimizer:
+        if saves and args.shard:
             state = gathered(state, place.rank)
         if place.rank != 0:
             continue
@@ -304,8 +312,6 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
             left = int((args.steps - step) * spent / (step - begun))
             place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {figures[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in figures)
                       + f"  |g| {figures['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
-        if evaluates or saves:
-            clone.deploy()  # the student still holds the weights from before this step's update
         if evaluates:
             report(step)
         if saves:

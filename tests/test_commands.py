@@ -666,7 +666,7 @@ EXERCISED = {  # command, flag -> the test that runs it so and sees the effect
     "train.py --dtype": "test_commands.py::test_calibration_tokens_seed_and_dtype",
     "train.py --checkpointing": "test_train.py::test_checkpointing_changes_no_bit",
     "train.py --teacher-dtype": "test_train.py::test_a_bf16_teacher_guides_an_fp32_student",
-    "train.py --shard-optimizer": "test_train.py::test_a_sharded_optimizer_changes_no_bit_and_its_checkpoints_are_whole",
+    "train.py --shard": "test_train.py::test_sharing_changes_no_bit_and_checkpoints_are_whole",
     "train.py --tf32": "test_commands.py::test_tf32_lets_matrix_products_use_it",
     "train.py --eval-every": "test_commands.py::test_how_often_is_evaluated_saved_and_told",
     "train.py --eval-tokens": "test_commands.py::test_held_out_tokens_and_document_masks_by_hand",

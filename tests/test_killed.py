@@ -70,7 +70,7 @@ def consistent(out, clone, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, times, steps, flags", [(1, 60, 24, []), (2, 16, 10, ["--shard-optimizer"])])
+@pytest.mark.parametrize("world, times, steps, flags", [(1, 60, 24, []), (2, 16, 10, ["--shard"])])
 def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, world, times, steps, flags):
     """SIGKILL up to 12 ms after a randomly chosen event: a step's row, a checkpoint's start, its files, its renaming, the merge, the student's folder."""
     rng = random.Random(1)

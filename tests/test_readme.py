@@ -70,7 +70,7 @@ def test_the_table_of_the_published_recipe_is_what_plan_prints(capsys):
     assert len(rows) == 12
     for teacher, mode, hours, faster, memory, fits in rows:
         mode, *bases = mode.split(", ")
-        train.main(["--teacher", teacher, "--mode", mode, *(["--bases", bases[0]] if bases else []), "--preset", "paper", "--plan", "--checkpointing", "--shard-optimizer"])
+        train.main(["--teacher", teacher, "--mode", mode, *(["--bases", bases[0]] if bases else []), "--preset", "paper", "--plan", "--checkpointing", "--shard"])
         text = capsys.readouterr().out
         assert f"time      {hours} GPU-hours" in text and f"TFLOP/s: {faster} GPU-hours" in text
         assert f"verdict   {memory} GB {'fits' if fits == 'yes' else 'does not fit'} in 80 GB" in text

@@ -69,7 +69,7 @@ def test_resume_is_exact_from_every_kind_of_step(little, tmp_path, flags, bare, 
 
 
 @pytest.mark.parametrize("flags", ["--mode core", *(pytest.param(f, marks=pytest.mark.slow) for f in (
-    "--mode lrc", "--mode dense", "--mode random", "--mode slice", "--mode scratch", "--bases implicit", "--coordinates teacher --shard-optimizer", "--stage pretrain --width 0"))])
+    "--mode lrc", "--mode dense", "--mode random", "--mode slice", "--mode scratch", "--bases implicit", "--coordinates teacher --shard", "--stage pretrain --width 0"))])
 def test_resume_is_exact_on_two_ranks(little, tmp_path, flags):
     argv = command(little, tmp_path / "straight", *EVERY, *flags.split(), "--check-ranks", "2")
     codes, screens = ranks.run(argv, tmp_path / "log", 2)
