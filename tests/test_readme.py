@@ -66,11 +66,10 @@ def test_the_table_of_presets_is_what_plan_counts():
 
 
 def test_the_table_of_the_published_recipe_is_what_plan_prints(capsys):
-    rows = re.findall(r"^\| (\S+), (core, compact|core, implicit|dense) \| (\S+) \| (\S+) \| (\S+) GB \| (yes|no) \|$", README, re.M)
-    assert len(rows) == 12
+    rows = re.findall(r"^\| (\S+), (core|dense) \| (\S+) \| (\S+) \| (\S+) GB \| (yes|no) \|$", README, re.M)
+    assert len(rows) == 8
     for teacher, mode, hours, faster, memory, fits in rows:
-        mode, *bases = mode.split(", ")
-        train.main(["--teacher", teacher, "--mode", mode, *(["--bases", bases[0]] if bases else []), "--preset", "paper", "--plan", "--checkpointing", "--shard"])
-        text = capsys.readouterr().out
-        assert f"time      {hours} GPU-hours" in text and f"TFLOP/s: {faster} GPU-hours" in text
-        assert f"verdict   {memory} GB {'fits' if fits == 'yes' else 'does not fit'} in 80 GB" in text
+        for tf32, expected in (([], hours), (["--tf32"], faster)):
+            train.main(["--teacher", teacher, "--mode", mode, "--preset", "paper", "--plan", "--checkpointing", "--shard", *tf32])
+            text = capsys.readouterr().out
+            assert f"time      {expected} GPU-hours" in text and f"verdict   {memory} GB {'fits' if fits == 'yes' else 'does not fit'} in 80 GB" in text
