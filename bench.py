@@ -34,11 +34,11 @@ import lrc
 import peers
 import plan
 import runs
-import train
 from bench_parts import chunks, evaluation, forward, loss, start
 from config import Config
 from flags import parse
 from measure import Distillation, Row, machine, paper_shape, ratio, side_by_side, table
+from session import find_place
 from teachers import PRESETS, Refusal, write_whole
 
 # ------------------------------------------------------------------------------- rows that take whole steps
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     if "eval" in args.rows and not (args.model and args.local):
         raise Refusal("eval needs --model FOLDER and --local TASKS; `python tests/smollm2.py CACHE` and `python tests/tasks.py CACHE` make both")
     torch.set_num_threads(1)
-    device = train.find_place(parse([])).device
+    device = find_place(parse([])).device
     rows, failed = [], False
     for name in args.rows or [name for name in ROWS if name not in ("eval", "precision")]:
         begun = time.perf_counter()

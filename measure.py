@@ -12,10 +12,11 @@ import torch
 
 import peers
 import train
-from flags import objective_of, parse
 from config import Config
+from flags import objective_of, parse
 from model import Transformer
 from optimizer import make_optimizer
+from session import find_place
 from teachers import PRESETS, Refusal
 
 # -------------------------------------------------------------------------------------------- measuring
@@ -111,7 +112,7 @@ class Distillation:
 
     def __post_init__(self):
         self.args = parse(f"--init orthonormal --batch-size {self.batch} --seq-len {self.length} --accum {self.accum} --w-align 0.2 {self.flags}".split())
-        self.place = train.find_place(self.args)
+        self.place = find_place(self.args)
         device = self.place.device
         self.teacher = Transformer(self.c)
         self.teacher.initialise(0)

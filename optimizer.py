@@ -54,6 +54,14 @@ def share_out(sizes: dict[str, int], ranks: int) -> dict[str, int]:
     return {name: owner[name] for name in sizes}
 
 
+def count_trained(clone: Clone) -> int:
+    """Numbers that train, on all ranks together."""
+    count = torch.tensor(sum(p.numel() for p in clone.coordinates().values()), device=clone.student.lm_head.weight.device)
+    if clone.owner is not None:
+        dist.all_reduce(count)
+    return int(count)
+
+
 def gradient_norm(clone: Clone) -> Tensor:
     """Of all coordinates, on whatever ranks they are: the norm of the norms of each."""
     grads = {name: p.grad for name, p in clone.coordinates().items() if p.grad is not None}

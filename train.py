@@ -17,8 +17,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,51 +30,16 @@ import merge
 import plan
 import runs
 import watch
-from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
-from distill import IGNORE, Objective, evaluate, losses
 from config import Config
+from data import Mixture, Tokens, describe, open_split, prepared
+from distill import IGNORE, Objective, losses
+from flags import Args, network, parse, teacher_dtypes
 from model import Transformer
-from flags import Args, network, objective_of, parse, teacher_dtypes
-from optimizer import gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
+from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
 from prepare import Choice
+from session import Place, Session, find_place
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer
-
-
-# ------------------------------------------------------------------------------------- where it runs
-
-
-@dataclass(frozen=True)
-class Place:
-    """Device, ranks and precision, decided once."""
-    device: torch.device
-    rank: int
-    world: int
-    autocast: torch.dtype | None
-
-    def precision(self):
-        return torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the device, without a wait for what it is at."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
-
-
-def find_place(args: Args) -> Place:
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
-    half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
-    return Place(device, rank, world, torch.bfloat16 if half else None)
-
 
 # ---------------------------------------------------------------------------------------- what trains
 
@@ -148,7 +112,7 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
     clone.pull_back()
     norm = gradient_norm(clone)
     logged["grad_norm"] = norm / place.world  # the same on each rank: its sum is itself
-    logged["stop"] = torch.full_like(valid, bool(asked))
+    logged["stop"] = torch.full_like(valid, bool(asked))  # travels with the losses, so that all ranks stop after the same step
     values = torch.stack([v.float() for v in logged.values()])
     if place.world > 1:
         dist.all_reduce(values)
@@ -199,11 +163,11 @@ def main(argv: list[str] | None = None) -> None:
         plan.check_width(shape, args.width)
     args.bases = core.chosen_bases(args.bases, args.mode, shape.intermediate_size)
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
-    start, loop = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
-    if args.bases == "implicit" and start != loop:
-        raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(loop).removeprefix('torch.')} those of {folder} would be others: "
+    fitted, running = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
+    if args.bases == "implicit" and fitted != running:
+        raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(running).removeprefix('torch.')} those of {folder} would be others: "
                       "give --teacher-dtype float32, or --bases compact")
-    teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
+    teacher = Transformer.from_pretrained(folder, fitted, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
@@ -213,123 +177,101 @@ def main(argv: list[str] | None = None) -> None:
         calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
         if distil:
-            teacher.to(loop)
+            teacher.to(running)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
-        stopped = carry_out(args, run, place, clone, teacher, tokenizer, train,
-                            lambda: held.spread(max(1, args.eval_tokens // args.seq_len), max(1, 2048 // args.seq_len)))
+        stopped = carry_out(Session(args, run, place, clone, teacher, tokenizer, train, held))
     if place.world > 1:
         dist.destroy_process_group()
     if stopped:
         sys.exit(128 + stopped)
 
 
-def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Transformer | None, tokenizer: Tokenizer, train: Tokens | Mixture,
-              held_batches) -> int:
+def carry_out(s: Session) -> int:
     """From step 0, or from the newest checkpoint, to --steps, and what that leaves in the run folder -> 0, or the signal that stopped it before."""
-    student, distil = clone.student, args.stage == "distill"
+    args, place, student = s.args, s.place, s.clone.student
     student.checkpointing = args.checkpointing
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    optimizer = make_optimizer(clone, args.lr, args.weight_decay)
-    begun = resume(run, clone, optimizer, place.say) if args.resume else 0
+    optimizer = make_optimizer(s.clone, args.lr, args.weight_decay)
+    begun = resume(s.run, s.clone, optimizer, place.say) if args.resume else 0
     if place.world > 1:
-        share_start(clone, teacher)
-    objective = objective_of(args, tokenizer.vocab_size, tokenizer.separator)
-    net = torch.compile(student) if args.compile else student  # saving and evaluation keep the plain handle
-    guide = torch.compile(teacher) if args.compile and distil else teacher
-    if place.world > 1:
-        net = DDP(net, device_ids=[place.device.index] if place.device.type == "cuda" else None, gradient_as_bucket_view=True)
-
-    step_tokens = args.batch_size * args.seq_len * args.accum * place.world
-    size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
+        share_start(s.clone, s.teacher)
+    size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": count_trained(s.clone)}
     place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
-              f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {step_tokens:,} tokens a step, {args.steps} steps; "
+              f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {s.step_tokens:,} tokens a step, {args.steps} steps; "
               f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
 
-    def score(model: Transformer) -> dict[str, float]:
-        with place.precision():
-            return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None, separator=objective.separator)
-
-    def report(step: int) -> None:
-        figures = score(student)
-        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
-        place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
-
     if place.rank == 0 and args.resume:
-        runs.cut_metrics(run, begun)
+        runs.cut_metrics(s.run, begun)
     elif place.rank == 0:
-        if distil:
-            runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
-        report(0)
+        if s.teacher is not None:
+            runs.append_metrics(s.run, {"step": 0, "teacher": s.score(s.teacher)})
+        s.evaluate(0)
 
     with watch.stop_requests() as asked:
-        step, stop = loop(args, run, place, clone, optimizer, net, guide, objective, train, begun, report, asked)
+        step, stop = loop(s, optimizer, begun, asked)
     if place.world > 1:
         dist.barrier()
-    if stop or asked and place.rank == 0:
+    if stop or (asked and place.rank == 0):  # the second: asked after the last step, while it was saved
         if place.rank == 0:
-            print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(run)}, and train.py --resume --out {run} goes on", file=sys.stderr)
+            print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, and train.py --resume --out {s.run} goes on", file=sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
-        finish(run, args.keep, place, size, tokenizer, {"teacher": teacher, "student": student}, next(held_batches())[0][:1])
+        finish(s, size)
     return 0
 
 
-def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, guide, objective: Objective, train: Tokens | Mixture, step: int,
-         report, asked: list[int]) -> tuple[int, bool]:
+def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[int]) -> tuple[int, bool]:
     """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved, and whether it was the
     last because a rank was `asked` to stop."""
-    begun, step_tokens, stop = step, args.batch_size * args.seq_len * args.accum * place.world, False
-    spent = 0.0  # seconds of training alone
-    recent = watch.recall(runs.read_metrics(run), step)
+    args, place, clone = s.args, s.place, s.clone
+    net = torch.compile(clone.student) if args.compile else clone.student  # saving and evaluation keep the plain handle
+    guide = torch.compile(s.teacher) if args.compile and s.teacher is not None else s.teacher
+    if place.world > 1:
+        net = DDP(net, device_ids=place.device_ids(), gradient_as_bucket_view=True)
+    begun, spent, stop = step, 0.0, False  # seconds of training alone
+    recent = watch.recall(runs.read_metrics(s.run), step)
     while step < args.steps and not stop:
         clock = time.perf_counter()
-        micro = [train.batch(place_in_order(step, m, place.rank, args.accum, place.world, args.batch_size), args.batch_size)
-                 for m in range(args.accum)]
-        lr = learning_rate(args, step)
-        figures, stop = take_step(clone, optimizer, net, guide, micro, objective, lr, args.clip, place, asked)
+        micro, lr = s.micro_batches(step), learning_rate(args, step)
+        figures, stop = take_step(clone, optimizer, net, guide, micro, s.objective, lr, args.clip, place, asked)
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
         with place.precision():
-            figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, objective.separator), place.say)
-        last = step == args.steps
-        checks = place.world > 1 and step % args.check_ranks == 0
-        evaluates = last or step % args.eval_every == 0
-        saves = last or stop or step % args.save_every == 0
+            figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, s.objective.separator), place.say)
+
+        evaluates = step % args.eval_every == 0 or step == args.steps
+        saves = step % args.save_every == 0 or step == args.steps or stop
+        checks = step % args.check_ranks == 0 and place.world > 1
         if evaluates or saves or checks:
             clone.deploy()  # the student still holds the weights from before this step's update
         if checks:
             watch.check_ranks(clone.coordinates() if clone.owner is None else clone.weights, f"after step {step}")
         state = training_state(clone, optimizer) if saves else {}
-        if saves and args.shard:
+        if saves and clone.owner is not None:
             state = gathered(state, place.rank)
-        if place.rank != 0:
-            continue
-        runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures | {"lr": lr, "tokens_per_second": round(step_tokens / taken, 1)})
-        if "loss" in figures and (step % args.log_every == 0 or last):
-            left = int((args.steps - step) * spent / (step - begun))
-            place.say(f"step {step:>6}/{args.steps}  " + "  ".join(f"{k} {figures[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in figures)
-                      + f"  |g| {figures['grad_norm']:.2f}  lr {lr:.2e}  {step_tokens / taken:,.0f} tok/s  left {left // 60}:{left % 60:02d}")
-        if evaluates:
-            report(step)
-        if saves:
-            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights, args.keep)
+        if place.rank == 0:
+            s.log(step, figures, lr, taken, spent / (step - begun) * (args.steps - step))
+            if evaluates:
+                s.evaluate(step)
+            if saves:
+                runs.save_checkpoint(s.run, {"step": step, "tokens": step * s.step_tokens}, state, clone.weights, args.keep)
     return step, stop
 
 
-def finish(run: Path, keep: int, place: Place, size: dict[str, int], tokenizer: Tokenizer, models: dict[str, Transformer | None],
-           prompt: torch.Tensor) -> None:
+def finish(s: Session, size: dict[str, int]) -> None:
     """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
-    with runs.writing(run / "student"):
-        merge.export(run)
-    runs.tidy(run, keep)
-    runs.draw_curves(run)
-    place.say(f"\n{runs.table(run, size)}\n\nstudent: {run}/student   curves: {run}/curves.png")
-    for who, model in models.items():
+    with runs.writing(s.run / "student"):
+        merge.export(s.run)
+    runs.tidy(s.run, s.args.keep)
+    runs.draw_curves(s.run)
+    s.place.say(f"\n{runs.table(s.run, size)}\n\nstudent: {s.run}/student   curves: {s.run}/curves.png")
+    prompt = next(s.held_batches())[0][:1].to(s.place.device)
+    for who, model in (("teacher", s.teacher), ("student", s.clone.student)):
         if model is not None:
-            place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, tokenizer, prompt.to(place.device))}")
+            s.place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, s.tokenizer, prompt)}")
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def witnessed(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kw: now.__setitem__(what, now.get(what, 0) + next(a for a in args if isinstance(a, torch.Tensor)).numel()) or real(*args, **kw))
     watch(peers, "official_step", "theirs")
     watch(peers, "plain_step", "plain")
-    real = bench.train.take_step
-    monkeypatch.setattr(bench.train, "take_step", lambda clone, *args: now.__setitem__("ours " + kinds(clone), sum(ids.numel() for ids, _ in args[3])) or real(clone, *args))
+    real = measure.train.take_step
+    monkeypatch.setattr(measure.train, "take_step", lambda clone, *args: now.__setitem__("ours " + kinds(clone), sum(ids.numel() for ids, _ in args[3])) or real(clone, *args))
     kinds = lambda clone: next((type(m).__name__ + ("" if getattr(m, "teacher_weight", (None,))[0] is None else " implicit") for n, m in clone.maps.items() if "gate" in n), "dense")
 
     def once(works, device, repeats):

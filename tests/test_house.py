@@ -19,7 +19,7 @@ def test_B39_every_text_file_is_opened_as_utf8(path):
 
 
 def test_B40_cuda_is_named_where_the_device_is_chosen_and_nowhere_else():
-    assert {p.name for p in FILES if re.search(r"""["']cuda|\.cuda\(|torch\.cuda""", p.read_text(encoding="utf-8"))} == {"train.py"}
+    assert {p.name for p in FILES if re.search(r"""["']cuda|\.cuda\(|torch\.cuda""", p.read_text(encoding="utf-8"))} == {"session.py"}
 
 
 def test_no_pickle_is_ever_read_or_written():
@@ -53,4 +53,4 @@ def test_the_network_knows_no_clone_and_merge_knows_no_loop():
 def test_every_file_says_what_it_is_and_reads_no_private_name_of_another(path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text))
-    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|core|distill|data|sources|prepare|tokenizer|runs|plan|merge|teachers|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train)\._[a-z]", text)
+    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|core|distill|data|sources|prepare|tokenizer|runs|plan|merge|teachers|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train|session)\._[a-z]", text)

@@ -34,6 +34,7 @@ import train
 from conftest import SHAPE, random_net
 from distill import HeadLoss, Objective, evaluate, kl_rows, losses
 from config import Config
+from flags import objective_of
 from model import Transformer, rope_frequencies
 from teachers import PRESETS, Refusal
 from tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def built(teacher, *flags):
 def step(clone, optimizer, args, teacher, ids, net=None, accum=1):
     """One train.take_step over `ids` (B, T) in `accum` micro-batches -> what it logs."""
     micro = [(part, part.roll(-1, 1)) for part in ids.chunk(accum)]
-    return train.take_step(clone, optimizer, clone.student if net is None else net, teacher, micro, train.objective_of(args, teacher.config.vocab_size), 1e-2, 1.0, CPU, [])[0]
+    return train.take_step(clone, optimizer, clone.student if net is None else net, teacher, micro, objective_of(args, teacher.config.vocab_size), 1e-2, 1.0, CPU, [])[0]
 
 
 def run(folder, out, *more):
@@ -493,7 +494,7 @@ def test_B26_a_tied_pair_is_one_storage_one_entry_and_the_sum_of_both_uses(tmp_p
     apart.load_state_dict(student.state_dict())
     for net in (student, apart):
         net.zero_grad()
-        losses(net, teacher, ids, ids.roll(-1, 1), train.objective_of(args, 96), clone.frame, net.lm_head.weight, None)["loss"].backward()
+        losses(net, teacher, ids, ids.roll(-1, 1), objective_of(args, 96), clone.frame, net.lm_head.weight, None)["loss"].backward()
     both = apart.embed_tokens.weight.grad + apart.lm_head.weight.grad
     assert apart.embed_tokens.weight.grad.abs().max() > 0 and (student.embed_tokens.weight.grad - both).abs().max() < 1e-5 * both.abs().max()
 

@@ -17,7 +17,7 @@ import plan
 import train
 from conftest import SHAPE, random_net
 from distill import losses
-from flags import Args, parse, teacher_dtypes
+from flags import Args, objective_of, parse, teacher_dtypes
 from config import Config
 from teachers import PRESETS, Refusal
 
@@ -123,7 +123,7 @@ def one_micro_batch(teacher, clone, args, ids):
     """Forward and backward of train.py's own objective on a micro-batch."""
     clone.student.checkpointing = args.checkpointing
     writers = [(block.self_attn.o_proj.weight, block.mlp.down_proj.weight) for block in clone.student.layers]
-    losses(clone.student, teacher, ids, ids, train.objective_of(args, teacher.config.vocab_size), clone.frame, clone.student.lm_head.weight, writers)["loss"].backward()
+    losses(clone.student, teacher, ids, ids, objective_of(args, teacher.config.vocab_size), clone.frame, clone.student.lm_head.weight, writers)["loss"].backward()
 
 
 @pytest.mark.parametrize("flags", ["", "--checkpointing", "--recipe gpd", "--recipe clone", "--recipe clone --checkpointing", "--without kl", "--without kl,hidden,q", "--w-align 0 --checkpointing",
@@ -200,7 +200,7 @@ def measured(flags):
     with Live() as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             clone.student.checkpointing = args.checkpointing
-            sums = losses(clone.student, teacher, ids, ids, train.objective_of(args, 2048), clone.frame, clone.student.lm_head.weight, None)
+            sums = losses(clone.student, teacher, ids, ids, objective_of(args, 2048), clone.frame, clone.student.lm_head.weight, None)
         sums["loss"].backward()
     return plan.activations(teacher.config, 64, args, 2 if half else 4), live.peak
 

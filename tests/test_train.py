@@ -20,7 +20,7 @@ import plan
 import runs
 import train
 from distill import IGNORE
-from flags import terms
+from flags import objective_of, terms
 from model import Transformer
 from teachers import Refusal
 
@@ -138,11 +138,11 @@ def test_terms_of_a_run_are_those_of_its_recipe_less_what_is_off():
     assert named("--mode", "scratch") == named("--mode", "scratch", "--recipe", "clone") == named("--w-align", "0") == ("kl", "ce")
     assert named("--w-kl", "0", "--without", "o,hidden") == ("ce", "q", "k", "v", "gate", "up")
     for flags, weights in (((), (1, 1)), (("--without", "kl"), (0, 1)), (("--without", "ce", "--w-kl", "0.5"), (0.5, 0)), (("--recipe", "gpd"), (1, 0))):
-        objective = train.objective_of(train.parse(flags), 90)
+        objective = objective_of(train.parse(flags), 90)
         assert (objective.w_kl, objective.w_ce, objective.real_vocab) == (*weights, 90)
         assert objective.align == (() if flags[-1:] == ("gpd",) else ("q", "k", "v", "o", "gate", "up", "hidden"))
-    assert train.objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
-    assert train.objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), 90).attention == "cosine"
+    assert objective_of(train.parse(("--recipe", "clone")), 90).attention == "mse"
+    assert objective_of(train.parse(("--recipe", "clone", "--attention", "cosine")), 90).attention == "cosine"
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -331,10 +331,11 @@ def test_sharing_changes_no_bit_and_checkpoints_are_whole(teacher_folder, tmp_pa
     """Two ranks: the same 4 steps with all matrices on both and shared out; then a run that stops at 2 shared goes on whole, and the other way."""
     flags = ["--steps", "4", "--save-every", "2", "--eval-every", "4", "--init", "orthonormal", "--weight-decay", "0.1"]
     base = without_out(command(teacher_folder, "x", *flags))
-    whole, one, ours, _ = launch(tmp_path, "whole", base, 2)
+    whole, one, ours, plain_screen = launch(tmp_path, "whole", base, 2)
     sharded, two, theirs, screen = launch(tmp_path, "sharded", [*base, "--shard"], 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert timeless(whole) == timeless(sharded)
+    assert re.search(r"(\S+) deployed, (\S+) trained", plain_screen).groups() == re.search(r"(\S+) deployed, (\S+) trained", screen).groups()
     assert all((a | b).keys() == o.keys() and not a.keys() & b.keys() and all(torch.equal(t, (a | b)[name]) for name, t in o.items()) for o, a, b in zip(ours[0], *theirs))
     moments, others = moments_of(whole), moments_of(sharded)
     assert moments.keys() == others.keys() and all(torch.equal(moments[name], others[name]) for name in moments)

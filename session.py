@@ -1,0 +1,103 @@
+"""What a run stands on: its device, ranks and precision; and what it has at hand, how it takes its data, is judged, and says so."""
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import runs
+from data import Mixture, Tokens, place_in_order
+from distill import evaluate
+from flags import Args, objective_of
+from lrc import Clone
+from model import Transformer
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Device, ranks and precision, decided once."""
+    device: torch.device
+    rank: int
+    world: int
+    autocast: torch.dtype | None
+
+    def precision(self):
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """On the device, without a wait for what it is at."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def device_ids(self) -> list[int] | None:
+        """As DDP wants it: the GPU of this rank."""
+        return [self.device.index] if self.device.type == "cuda" else None
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def find_place(args: Args) -> Place:
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+    half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
+    return Place(device, rank, world, torch.bfloat16 if half else None)
+
+
+@dataclass
+class Session:
+    """What a run works with."""
+    args: Args
+    run: Path
+    place: Place
+    clone: Clone
+    teacher: Transformer | None
+    tokenizer: Tokenizer
+    train: Tokens | Mixture
+    held: Tokens | Mixture
+
+    def __post_init__(self):
+        self.objective = objective_of(self.args, self.tokenizer.vocab_size, self.tokenizer.separator)
+        self.step_tokens = self.args.batch_size * self.args.seq_len * self.args.accum * self.place.world
+
+    def held_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same ones at every evaluation."""
+        return self.held.spread(max(1, self.args.eval_tokens // self.args.seq_len), max(1, 2048 // self.args.seq_len))
+
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a step's sequences: where they stand follows from the step alone."""
+        places = [place_in_order(step, m, self.place.rank, self.args.accum, self.place.world, self.args.batch_size) for m in range(self.args.accum)]
+        return [self.train.batch(place, self.args.batch_size) for place in places]
+
+    def score(self, model: Transformer) -> dict[str, float]:
+        distil = self.args.stage == "distill"
+        with self.place.precision():
+            return evaluate(model, self.teacher, self.held_batches(), real_vocab=self.tokenizer.vocab_size if distil else None, separator=self.objective.separator)
+
+    def evaluate(self, step: int) -> None:
+        figures = self.score(self.clone.student)
+        runs.append_metrics(self.run, {"step": step, "tokens": step * self.step_tokens} | figures)
+        shown = {"val_ce": "ce", "val_kl": "kl at T=1", "val_top1": "top1"}
+        self.place.say(f"step {step:>6}/{self.args.steps}  held-out: " + "  ".join(f"{shown[k]} {v:.4f}" for k, v in figures.items()))
+
+    def log(self, step: int, figures: dict, lr: float, seconds: float, left: float) -> None:
+        """A step's row in the metrics and, every --log-every steps, its line; `seconds` of this step, `left` of all that are to come."""
+        speed = self.step_tokens / seconds
+        runs.append_metrics(self.run, {"step": step, "tokens": step * self.step_tokens} | figures | {"lr": lr, "tokens_per_second": round(speed, 1)})
+        if "loss" in figures and (step % self.args.log_every == 0 or step == self.args.steps):
+            terms = "  ".join(f"{k} {figures[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in figures)
+            self.place.say(f"step {step:>6}/{self.args.steps}  {terms}  |g| {figures['grad_norm']:.2f}  lr {lr:.2e}  {speed:,.0f} tok/s  "
+                           f"left {int(left) // 60}:{int(left) % 60:02d}")
