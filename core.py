@@ -74,13 +74,14 @@ class Opened(Plain):
 class Compact(Plain):
     """`core` without U_perp: the same coordinates from out k numbers in the place of out^2, and k (2 out - k) products in the place of out^2.
 
-    With T_1 (k, k) the first rows of T and T_2 the others, let B (k, out - k) solve (1 - T_1^T) B = T_2^T. Then
-        U = [B; 1] - T B
-    is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1. It is the very U_perp that `complement` writes
-    out: for a T with 1 - T_1 invertible only one orthogonal [T U] makes [T U] - 1 of rank k, and the product of the k reflectors of a QR is of that kind.
-    QR flips the sign of some columns of T; so do we, and of Z with them. A column that QR leaves alone (tau 0) is flipped as well: U stays the
-    same, and 1 - T_1 stays far from singular.
-    T need not be held either: T_2 = B^T (1 - T_1). With a teacher's weight (`implicit`) nor is B: T = W_T M, so B = N W_T2^T, N = (1 - T_1^T)^-1 M^T.
+    1. T_1 (k, k) are the first rows of T, T_2 the others. Let B (k, out - k) solve (1 - T_1^T) B = T_2^T, and U = [B; 1] - T B.
+    2. U is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1.
+    3. It is the very U_perp that `complement` writes out: for a T with 1 - T_1 invertible only one orthogonal [T U] makes [T U] - 1 of
+       rank k, and the product of the k reflectors of a QR is of that kind.
+    4. Signs: QR flips some columns of T; so do we, and of Z with them. A column that QR leaves alone (tau 0) is flipped as well: U stays
+       the same, and 1 - T_1 stays far from singular.
+    5. T need not be held either: T_2 = B^T (1 - T_1). With a teacher's weight (`implicit`) nor is B: T = W_T M, so that
+       B = N W_T2^T with N = (1 - T_1^T)^-1 M^T.
     """
 
     def __init__(self, plain: Plain, teacher_weight: Tensor | None = None):
@@ -121,11 +122,11 @@ class Compact(Plain):
 
     def pull_back(self, G: Tensor) -> None:
         """dL/dZ = G^T T = p + (G_1^T - p) T_1,  p = G_2^T B^T;   dL/dZc = G^T U = G_2^T + (G_1^T - dL/dZ) B."""
-        G1, G2 = self.flip(G).T.split([len(self.T1), self.Zc.shape[1]], 1)  # (r, k), (r, out - k)
-        p = self.times_BT(G2)
-        GT = p + (G1 - p) @ self.T1  # (r, k)
-        self.Z.grad = GT * self.sign
-        self.Zc.grad = self.times_B(G1 - GT).add_(G2)
+        G1t, G2t = self.flip(G).T.split([len(self.T1), self.Zc.shape[1]], 1)  # (r, k), (r, out - k)
+        p = self.times_BT(G2t)
+        dZ = p + (G1t - p) @ self.T1  # (r, k)
+        self.Z.grad = dZ * self.sign
+        self.Zc.grad = self.times_B(G1t - dZ).add_(G2t)
 
 
 def chosen_bases(bases: str, mode: str, d_ff: int) -> str:

@@ -84,6 +84,7 @@ class HeadLoss(torch.autograd.Function):
 
     The gradient at the logits has a closed form, so forward already computes what backward needs, chunk by chunk:
         d ce / dz = softmax(z) - onehot(target)          d (T^2 KL) / dz = T * (softmax(z/T) - softmax(t/T))
+    peers.naive_loss is the same in six lines, from whole logits and by autograd.
     """
 
     @staticmethod
@@ -110,7 +111,7 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     dz = torch.zeros_like(z)
                 if o.w_kl:
-                    t = (seen(x_t) @ w_t.T).to(wide)
+                    t = (seen(x_t) @ w_t.T).to(wide)  # (chunk, V); t and z are overwritten from here on
                     kl_i, dkl = kl_rows(t.div_(o.temperature)[:, :o.real_vocab], z.div_(o.temperature)[:, :o.real_vocab])
                     kl += torch.where(valid, KL_SCALE * o.temperature ** 2 * kl_i, 0).sum()
                     dz[:, :o.real_vocab].add_(dkl, alpha=o.w_kl * KL_SCALE * o.temperature)
@@ -162,7 +163,7 @@ class Distance(torch.autograd.Function):
     def forward(ctx, s, t, valid, f):
         with torch.autocast(s.device.type, enabled=False):
             value, ds = f(widen(s), widen(t) if isinstance(t, Tensor) else t)
-        if s.device.type != "cpu" or not valid.all():  # on an accelerator the question would wait for the device
+        if s.device.type != "cpu" or not valid.all():  # on a GPU the question would wait for the device, so there it is always filled
             ds.masked_fill_(~valid[..., None], 0)  # fill, not times: what no loss may see may be NaN
         ctx.save_for_backward(ds.to(s.dtype))
         return torch.where(valid, value, 0).sum()

@@ -83,7 +83,8 @@ FREE_ON_RESUME = {"resume", "out", "compile", "log_every", "eval_every", "save_e
 
 def parse(argv: list[str] | None, about: str = "") -> Args:
     """Command line -> Args. With --resume the run folder's own flags are the defaults, and contradicting one is refused."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="%(prog)s [--flag value ...]   (--help explains each)", description=about,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)  # so that what was given and what was not can be told apart
     for f in fields(Args):
         meta, name = dict(f.metadata), "--" + f.name.replace("_", "-")
@@ -146,7 +147,11 @@ def network(args: Args) -> str:
 
 def ranks(args: Args) -> int:
     """How many ranks the run has, or with --plan is counted with."""
-    return args.plan and args.gpus or int(os.environ.get("WORLD_SIZE", 0)) or (8 if args.plan and args.preset == "paper" else 1)
+    if args.plan and args.gpus:
+        return args.gpus
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return 8 if args.plan and args.preset == "paper" else 1
 
 
 def follow_paper(args: Args, given: dict) -> None:

@@ -45,17 +45,16 @@ def span(W: Tensor) -> Tensor:
     singular values down to 1e-6 of the largest; what lies below is zero to an fp32 weight. Signs follow a rule, so that a
     basis made anew is the same basis.
     """
-    A = W.detach().double()
-    out_side = W.shape[0] <= W.shape[1]
-    S2, V = torch.linalg.eigh(A @ A.T if out_side else A.T @ A)  # ascending
-    kept = (S2 > 1e-12 * S2[-1]).flip(0)
-    T = V.flip(1)[:, kept]
-    if not out_side:
-        S2 = S2.flip(0)[kept]
-        T = A @ T / S2.sqrt()
-        if (S2[:1] > 1e6 * S2[-1:]).any():  # the columns are orthonormal to 1e-16 S2[0] / S2[-1]: mend what an fp32 basis would show
-            T = torch.linalg.solve_triangular(torch.linalg.cholesky(T.T @ T).T, T, upper=True, left=False)
-    return fix_signs(T).to(W.dtype).contiguous()
+    W, dtype = W.detach().double(), W.dtype
+    wide = W.shape[0] <= W.shape[1]  # then the left singular vectors are the eigenvectors of W W^T themselves
+    S2, V = torch.linalg.eigh(W @ W.T if wide else W.T @ W)  # ascending
+    S2, V = S2.flip(0), V.flip(1)
+    kept = S2 > 1e-12 * S2[:1]
+    S2, V = S2[kept], V[:, kept]  # (k,), (in, k)
+    T = V if wide else W @ V / S2.sqrt()
+    if not wide and (S2[:1] > 1e6 * S2[-1:]).any():  # the columns are orthonormal to 1e-16 S2[0] / S2[-1]: mend what an fp32 basis would show
+        T = torch.linalg.solve_triangular(torch.linalg.cholesky(T.T @ T).T, T, upper=True, left=False)
+    return fix_signs(T).to(dtype).contiguous()
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -152,7 +151,10 @@ def blank_student(teacher: Transformer, width: int) -> Transformer:
     biases = {name: b for name, b in teacher.named_parameters() if name.endswith(".bias")}
     with torch.no_grad():
         for name, p in student.named_parameters():
-            p.copy_(biases[name]) if name in biases else p.fill_(1.0 if p.dim() == 1 else 0.0)
+            if name in biases:
+                p.copy_(biases[name])
+            else:
+                p.fill_(1.0 if p.dim() == 1 else 0.0)
             p.requires_grad_(name not in biases)
     return student.eval()
 
@@ -292,13 +294,13 @@ def fit_layer(theirs, ours, h_T: Tensor, h_S: Tensor, frame: Tensor, rope, chunk
 
         # the writer: P_o = argmin |(W_o a_S)^T P_o - (h_T F - h_S)|^2, and W_S = P_o^T W_o       (H, r)
         # h_T is taken after the teacher's write, a_S is the student's own mix: the write makes up for what is wrong so far
-        W_o = writer(theirs)
+        o_T = writer(theirs)
 
         def write(rows, t, s):
-            t = t + W_o(mix(theirs, norm(theirs)(t)))
+            t = t + o_T(mix(theirs, norm(theirs)(t)))
             h_T[rows] = t.cpu()
-            return W_o(mix(ours, norm(ours)(s))), t @ frame - s
-        writer(ours).weight.copy_(fit(write).T @ W_o.weight)
+            return o_T(mix(ours, norm(ours)(s))), t @ frame - s
+        writer(ours).weight.copy_(fit(write).T @ o_T.weight)
 
         for rows in chunks:
             s = h_S[rows].to(device)

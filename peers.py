@@ -1,7 +1,7 @@
 """What bench.py compares with: the same step and the same loss, computed as others do. Nothing here is used to train.
 
     plain_step       the student as an ordinary language model, and a forward pass of the teacher: the least that distilling with logits costs
-    official_step    plain LRC as its published code computes it
+    lrc_step         plain LRC as its published code computes it, written anew from a description of that code
     naive_loss       KL and CE from two whole tensors of logits, by autograd
 
 The published code of Low-Rank Clone (arXiv 2505.12781) keeps both models in one module whose layers advance the two streams together. q, k, v and o
@@ -45,7 +45,7 @@ def projections(teacher: Transformer, width: int) -> dict[str, Tensor]:
     return {name: p.to(teacher.lm_head.weight.device).requires_grad_() for name, p in made.items()}
 
 
-def official_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targets: Tensor, w_align: float = 0.2, temperature: float = 40.0) -> dict[str, float]:
+def lrc_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targets: Tensor, w_align: float = 0.2, temperature: float = 40.0) -> dict[str, float]:
     """One micro-batch, ids and targets (B, T), gradients included, no optimizer -> the terms, as sums over its tokens."""
     c, W = teacher.config, dict(teacher.named_parameters())
     cos_sin = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=ids.device))

@@ -44,7 +44,7 @@ def test_the_gradient_of_lrcs_own_step_is_that_of_its_terms(pair):
 
     def total(shift):
         moved = {name: (p.detach() + shift * along[name]).requires_grad_() for name, p in P.items()}
-        terms = peers.official_step(teacher, moved, ids, targets)
+        terms = peers.lrc_step(teacher, moved, ids, targets)
         return (terms["kl"] + terms["ce"] + 0.2 * sum(v for k, v in terms.items() if k not in ("kl", "ce"))) / targets.numel(), moved
     slope = (total(1e-5)[0] - total(-1e-5)[0]) / 2e-5
     assert sum((p.grad * along[name]).sum().item() for name, p in total(0.0)[1].items()) == pytest.approx(slope, rel=1e-6)
@@ -55,7 +55,7 @@ def test_lrcs_own_step_computes_our_terms_and_our_gradients(pair, w_align):
     teacher, P, clone, ids, targets = pair
     for p in P.values():
         p.grad = None
-    found = peers.official_step(teacher, P, ids, targets, w_align)
+    found = peers.lrc_step(teacher, P, ids, targets, w_align)
     align = ("q", "k", "v", "gate", "up", "ffn_out")
     objective = distill.Objective(align=align, attention="mse", w_align=0.2)
     writers = [(b.self_attn.o_proj.weight, b.mlp.down_proj.weight) for b in clone.student.layers]
@@ -75,7 +75,7 @@ def test_lrcs_own_attention_term_is_taken_at_the_teachers_width(pair):
     with torch.no_grad():
         (_, s), (_, t) = clone.student(ids, taps=True), teacher(ids, taps=True)
         by_hand = sum(((a["o"] - b["o"]) @ block.self_attn.o_proj.weight.T).pow(2).mean(-1).sum() for a, b, block in zip(s, t, teacher.layers))
-    assert peers.official_step(teacher, P, ids, targets)["attn_out"] == pytest.approx(float(by_hand), rel=1e-9)
+    assert peers.lrc_step(teacher, P, ids, targets)["attn_out"] == pytest.approx(float(by_hand), rel=1e-9)
 
 
 def test_the_naive_loss_is_ours_masked_targets_included():
@@ -137,7 +137,7 @@ def witnessed(monkeypatch):
     def watch(module, name, what):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kw: now.__setitem__(what, now.get(what, 0) + next(a for a in args if isinstance(a, torch.Tensor)).numel()) or real(*args, **kw))
-    watch(peers, "official_step", "theirs")
+    watch(peers, "lrc_step", "theirs")
     watch(peers, "plain_step", "plain")
     real = measure.train.take_step
     monkeypatch.setattr(measure.train, "take_step", lambda clone, *args: now.__setitem__("ours " + kinds(clone), sum(ids.numel() for ids, _ in args[3])) or real(clone, *args))
@@ -160,7 +160,7 @@ def test_both_sides_of_a_ratio_see_the_same_tokens(witnessed):
     assert witnessed == [{"ours Compact": step}, {"plain": step}, {"ours Opened": step}, {"plain": step}, {"ours dense": step}, {"plain": step}]
     assert [row.value for row in rows] == 3 * ["0.500"]
     witnessed.clear()
-    rows = bench.official(torch.device("cpu"))
+    rows = bench.beside_lrc(torch.device("cpu"))
     sizes = [step, step, step, step, step // 8, step // 8]
     assert witnessed == [side for size, kind in zip(sizes, ("Compact", "Plain") * 3) for side in ({f"ours {kind}": size}, {"theirs": size})]
     witnessed.clear()
