@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lrc import Clone, Plain
+from lrc import Clone, Plain, of_all_ranks
 from model import Transformer, widen
 
 MODES = ("lrc", "dense", "core", "random", "slice")
@@ -140,8 +140,11 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teache
     bases = chosen_bases(bases, mode, clone.student.config.intermediate_size)
     theirs = dict(teacher.named_parameters()) if bases == "implicit" else {}  # name -> W_T
     generator = torch.Generator().manual_seed(seed)
-    for name in [n for n in clone.weights if n.endswith(MLP)]:
-        out, k = clone.student.config.intermediate_size, min(clone.frame.shape[0], clone.student.config.intermediate_size)
+    shapes = {name: m.T.shape for name, m in clone.maps.items() if name.endswith(MLP)}
+    if clone.owner is not None:
+        shapes = {name: shape for told in of_all_ranks(shapes) for name, shape in told.items()}
+    for name in [n for n in clone.weights if n in shapes]:
+        out, k = shapes[name]
         rows = {"random": out, "slice": k}.get(mode)  # drawn for every matrix, on the CPU: the same on every device, and however the ranks share the matrices out
         drawn = torch.randn(rows, out - k, generator=generator) if rows else None
         if name not in clone.maps:

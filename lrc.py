@@ -120,10 +120,9 @@ class Clone:
     @functools.cached_property
     def order(self) -> list[str]:
         """The names of all ranks' coordinates, in the order in which one rank alone would have them. Asked for first by all ranks, once the maps are made."""
-        told, weights = [None] * dist.get_world_size(), list(self.weights)
-        dist.all_gather_object(told, list(self.coordinates()))
+        weights = list(self.weights)
         weight = lambda name: name if name in self.weights else name.rpartition(".")[0]
-        return sorted((name for names in told for name in names), key=lambda name: (name not in self.weights, weights.index(weight(name))))
+        return sorted((name for names in of_all_ranks(list(self.coordinates())) for name in names), key=lambda name: (name not in self.weights, weights.index(weight(name))))
 
     @torch.no_grad()
     def deploy(self) -> None:
@@ -141,6 +140,13 @@ class Clone:
         self.student.zero_grad(set_to_none=True)
         for m in self.maps.values():
             m.zero_grad(set_to_none=True)
+
+
+def of_all_ranks(thing) -> list:
+    """What each rank has of a small thing, by rank. Called by all."""
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, thing)
+    return told
 
 
 def blank_student(teacher: Transformer, width: int) -> Transformer:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import runs
 from flags import Args
-from lrc import Clone
+from lrc import Clone, of_all_ranks
 from teachers import Refusal
 
 
@@ -87,8 +87,7 @@ def training_state(clone: Clone, optimizer: torch.optim.Optimizer) -> dict[str, 
 def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The training_state of all ranks, called by all -> on the CPU of rank 0 the whole of it, on the others {}. One tensor travels at a time,
     so no device ever holds more than one that is not its own."""
-    told, device = [None] * dist.get_world_size(), next(iter(tensors.values())).device
-    dist.all_gather_object(told, {name: t.shape for name, t in tensors.items()})
+    told, device = of_all_ranks({name: t.shape for name, t in tensors.items()}), next(iter(tensors.values())).device
     whole = {name: t.detach().cpu() for name, t in tensors.items()} if rank == 0 else {}
     for source, shapes in enumerate(told[1:], 1):
         for name, shape in shapes.items():
@@ -108,9 +107,7 @@ def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Calla
     folder, state = runs.find_checkpoint(run, say)
     tensors, wanted = runs.read_tensors(folder / "state.safetensors"), training_state(clone, optimizer)
     if clone.owner is not None:
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, list(wanted))
-        elsewhere = {name for names in told for name in names} - wanted.keys()
+        elsewhere = {name for names in of_all_ranks(list(wanted)) for name in names} - wanted.keys()
         tensors = {name: t for name, t in tensors.items() if name not in elsewhere}
     runs.restore(f"{run}/checkpoint", wanted, tensors)
     clone.deploy()

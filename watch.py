@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distill import document_mask
 from flags import Args
-from lrc import Clone
+from lrc import Clone, of_all_ranks
 from model import Transformer
 from teachers import Refusal
 
@@ -82,8 +82,7 @@ def blame(clone: Clone, teacher: Transformer | None, micro: list[tuple[Tensor, T
         found += [f"{who}'s {place}" for ids, _ in micro if net is not None and (place := first_tap(net, ids.to(device), separator))][:1]
     found += [f"gradient of {name}" for name, grad in gradients(clone) if not grad.isfinite().all()][:1]
     if dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, found)
+        told = of_all_ranks(found)
         rank = max(range(len(told)), key=lambda r: len(told[r]))
         found = [*told[rank], *([f"seen on rank {rank}"] if told[rank] != told[0] else [])]
     return "first bad: " + ", ".join(found) if found else "each gradient alone is finite, their norm is beyond the range of its dtype"

@@ -129,11 +129,11 @@ def test_the_set_each_mode_reaches_by_construction(mode, rank):
 def test_slice_and_random_draw_their_directions_as_stated():
     generator = lambda: torch.Generator().manual_seed(5)
     T = torch.linalg.qr(torch.randn(900, 300, dtype=F64, generator=generator())).Q
-    C = core.directions("slice", T, generator())
+    C = core.directions("slice", T, torch.randn(300, 600, generator=generator()))
     A = T.T @ C
     assert C.shape == (900, 600) and torch.allclose(C, T @ A, atol=1e-14)
     assert torch.allclose(A.norm(dim=0), torch.ones(600, dtype=F64), atol=1e-13) and torch.linalg.matrix_rank(A) == 300
-    R = core.directions("random", T, generator())
+    R = core.directions("random", T, torch.randn(900, 600, generator=generator()))
     assert R.shape == (900, 600) and torch.linalg.matrix_rank(R) == 600 and torch.linalg.matrix_rank(torch.cat([T, R], 1)) == 900
     assert (R.norm(dim=0) - 1).abs().max() < 0.12 and (R.norm(dim=0).mean() - 1).abs() < 0.005  # 1 +- 1/sqrt(2 * 900)
     assert ((T.T @ R).pow(2).sum() / R.pow(2).sum()).item() == pytest.approx(1 / 3, abs=0.01)  # H/d_ff of it lies in the span
