@@ -40,7 +40,7 @@ def span(W: Tensor) -> Tensor:
     """Orthonormal basis T (out, k) of col(W), W (out, in), k its numerical rank: left singular vectors, largest first.
 
     W^T W = V S^2 V^T gives T = W V S^-1: an eigenproblem of the teacher's width instead of an SVD of d_ff rows. In fp64 it resolves
-    singular values down to 1e-6 of the largest; what lies below is zero to an fp32 weight. Signs follow a rule, so that a
+    singular values down to 1e-6 of the largest; what lies below is taken for rounding (fp32's own: below 1e-7). Signs follow a rule, so that a
     basis made anew is the same basis.
     """
     A = W.detach().double()
