@@ -62,7 +62,7 @@ def bases(device) -> list[Row]:
     W_T = torch.randn(c.intermediate_size // 4, c.hidden_size // 4, generator=torch.Generator().manual_seed(0))
     plain = lrc.Plain(W_T, W_T[:, :8], False)
     maps = {"explicit": core.Opened(plain, core.complement(plain.T)), "compact": core.Compact(plain), "implicit": core.Compact(plain, W_T)}
-    aims = {"explicit": "21.3 GB published, in bf16, U_perp alone", "implicit": "≤ 6 GB"}
+    aims = {"explicit": "U_perp alone in bf16: 21.3 GB (published: 7 to 28)", "implicit": "≤ 6 GB"}
     size = lambda m: sum(b.numel() * b.element_size() for b in m.buffers()) * 16 * 3 * c.num_hidden_layers
     return [Row(f"frozen bases of core, Qwen2.5-3B, fp32, {kind}", f"{size(m) / 1e9:.1f} GB", "", aims.get(kind, "")) for kind, m in maps.items()]
 

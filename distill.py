@@ -15,10 +15,10 @@ A recipe is a list of terms (RECIPES), and each can be left out by name:
 hidden is the published MSE, |h_S - h_T F|^2, or that over |h_T F|^2, token by token ("relative", the default). Real teachers hold a few
 massive activations: in SmolLM2-135M three of 256 tokens carry 92 % of |h_T|^2 (in `tiny` 2 %), so under the plain MSE they own the gradient.
 
-attn_out and ffn_out compare what a layer writes into the stream with the teacher's write, projected: o_S against o_T P. P is the
-projection of the very matrix that writes, W_S = P^T W_T, so o_T P is W_S applied to the teacher's mix a_T (attention before o_proj, or
-silu(gate) * up), which lives in a space both models share. Hence, whatever the coordinates:
+attn_out and ffn_out compare what a layer writes into the stream with the teacher's write, projected: o_S against o_T P, P that of the very
+matrix that writes, W_S = P^T W_T. So o_T P is W_S applied to the teacher's mix a_T (attention before o_proj, or silu(gate) * up):
     o_S - o_T P = W_S (a_S - a_T)
+Where `down` may leave the span no P gives it, and the right side is the term. LRC's own code takes attn_out before P, at the teacher's width.
 
 Each term is a mean over the valid tokens of the whole optimizer step: the functions here return *sums*
 over the valid tokens of one micro-batch (targets != IGNORE), the loop divides once by the count of the step.

@@ -42,7 +42,7 @@ def span(W: Tensor) -> Tensor:
     """Orthonormal basis T (out, k) of col(W), W (out, in), k its numerical rank: left singular vectors, largest first.
 
     W^T W = V S^2 V^T gives T = W V S^-1: an eigenproblem of the teacher's width instead of an SVD of d_ff rows. In fp64 it resolves
-    singular values down to 1e-6 of the largest; what lies below is zero to an fp32 weight. Signs follow a rule, so that a
+    singular values down to 1e-6 of the largest; what lies below is taken for rounding (fp32's own: below 1e-7). Signs follow a rule, so that a
     basis made anew is the same basis.
     """
     W, dtype = W.detach().double(), W.dtype
@@ -336,9 +336,9 @@ SCALES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 
 def best_scale(student: Transformer, h_S: Tensor, targets: Tensor, device) -> float:
     """The factor on the final gain, i.e. on the logits, with the least next-token CE: a fit with errors is best a little less sure.
-    Judged on up to 8,192 tokens, evenly spread over the calibration text."""
+    Judged on up to 8,192 tokens and the rest of a sequence, evenly spread over the calibration text."""
     ce = torch.zeros(len(SCALES), device=device)
-    for row in range(0, len(targets), max(1, targets.numel() // 8192)):  # one sequence of logits at a time
+    for row in range(0, len(targets), math.ceil(targets.numel() / 8192)):  # one sequence of logits at a time
         z, y = student.lm_head(student.norm(h_S[row].to(device))), targets[row].to(device)  # (T, V), (T,)
         ce += torch.stack([nn.functional.cross_entropy(s * z, y, reduction="sum") for s in SCALES])
     return SCALES[int(ce.argmin())]

@@ -232,6 +232,19 @@ def test_tied_final_gain_is_the_least_squares_of_each_channel(ids, exact):
         assert student.norm.weight[i].item() == pytest.approx(best, rel=1e-4)
 
 
+@pytest.mark.parametrize("length, rows", [(100, 163), (128, 256), (2000, 8)])
+def test_the_factor_on_the_final_gain_is_that_of_the_text_and_8192_tokens_judge_it(length, rows):
+    """Next tokens drawn from softmax(0.6 z): no other factor on z has a lower CE."""
+    student, generator = random_net(hidden_size=12), torch.Generator().manual_seed(0)
+    h_S, read = torch.randn(rows, length, 12, generator=generator), []
+    z = student.lm_head(student.norm(h_S))
+    targets = torch.multinomial((0.6 * z).softmax(-1).flatten(0, 1), 1, generator=generator).view(rows, length)
+    student.lm_head.register_forward_hook(lambda module, x, z: read.append(len(x[0])))
+    with torch.no_grad():
+        assert lrc.best_scale(student, h_S, targets, torch.device("cpu")) == 0.6
+    assert 4096 <= sum(read) < 8192 + length
+
+
 def test_every_write_is_the_best_the_span_allows(teacher, ids, exact):
     """The last down_proj: no matrix P_o^T W_o brings the student's stream nearer to h_T F. Checked by the normal equations."""
     student, frame = calibrated(teacher, 12, ids)

@@ -27,6 +27,12 @@ def test_every_file_is_in_the_reading_order_and_every_link_leads_somewhere():
         assert (ROOT / target).exists(), target
 
 
+def test_the_picture_of_the_modes_writes_what_the_table_of_modes_writes():
+    text = "".join(re.findall(r">([^<]*)<", (ROOT / "figures" / "reach.svg").read_text(encoding="utf-8"))).replace("U⊥", "U_perp")
+    for mode in ("lrc", "core"):
+        assert re.search(rf"^\| `{mode}` \| `(.+?)`", README, re.M)[1] in text, mode
+
+
 def commands():
     blocks = "\n".join(re.findall(r"```\n(.*?)```", README, flags=re.S)).replace("\\\n", " ")
     return [line.strip() for line in blocks.splitlines() if re.match(r"\s*(torchrun|python3?|\.venv)", line)]
