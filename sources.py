@@ -224,7 +224,7 @@ def json_rows(part: Part, file: BinaryIO) -> Iterator[tuple[int, object]]:
     for place, line in lines_from(part, file):
         if line.strip():
             try:
-                yield place, json.loads(line)
+                yield place, json.loads(line.decode("utf-8-sig"))  # of bytes json would take half a character too
             except (ValueError, RecursionError) as error:
                 yield place, error
 
@@ -238,19 +238,27 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
         names = table.schema_arrow.names
         if not set(columns) & set(names):
             raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")
-        place = 0
-        for g in range(table.metadata.num_row_groups):
-            group = table.metadata.row_group(g)
-            first = group.column(0)
-            begin = min(o for o in (first.dictionary_page_offset, first.data_page_offset) if o)
+        place, size = 0, file.seek(0, 2)
+        groups = [table.metadata.row_group(g) for g in range(table.metadata.num_row_groups)]
+        if sum(group.num_rows for group in groups) != table.metadata.num_rows:
+            raise ValueError("its row groups are not all its rows")
+        for g, group in enumerate(groups):
+            first, begun = group.column(0), place
+            begin = min((o for o in (first.dictionary_page_offset, first.data_page_offset) if o), default=0)
+            if group.num_rows and not 0 < begin < size:
+                raise ValueError(f"row group {g + 1} lies outside the file")  # in no part, so nobody would read it
             if part.begin <= begin < part.end:
                 for batch in table.iter_batches(batch_size=256, row_groups=[g], use_threads=False,  # the workers have the cores
                                                 columns=[n for n in names if n in (*columns, "id", "title", "score")]):
                     yield from enumerate(batch.to_pylist(), place)
                     place += len(batch)
+                if place - begun != group.num_rows:
+                    raise ValueError(f"row group {g + 1} holds {place - begun:,} rows, not {group.num_rows:,}")
             else:
                 place += group.num_rows
-    except (ArrowException, OSError, UnicodeDecodeError) as error:
+    except Refusal:
+        raise
+    except (ArrowException, ArithmeticError, LookupError, OSError, ValueError) as error:  # the middle two: dates and time zones that Python has not
         if part.path.startswith("hub://") and isinstance(error, OSError):
             raise  # the network's, not the file's
         raise Refusal(f"{part.path}: cannot be read as .parquet ({' '.join(str(error).split())}); fetch the file again") from None
