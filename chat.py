@@ -60,7 +60,7 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise Refusal(f"{folder / 'chat_template.jinja'}: not UTF-8 text ({error}); fetch the file again") from None
-    if template and not isinstance(template, str):
+    if template and (not isinstance(template, str) or re.search("[\ud800-\udfff]", template)):  # half a character cannot be written into a file
         raise Refusal(f"{folder}: its chat template is no text; fetch the file again")
     return (template, named_tokens(config)) if template else None
 

@@ -47,7 +47,7 @@ def write_gguf(net: Transformer, tokenizer: Path, out: Path, dtype: torch.dtype 
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     writer = gguf.GGUFWriter(making, arch)
     writer.add_type("model")
-    writer.add_name(out.stem)
+    writer.add_name(out.stem.encode("utf-8", "replace").decode())
     writer.add_file_type(FILE_TYPE[dtype])
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(c.max_position_embeddings)

@@ -433,6 +433,10 @@ def test_a_template_that_is_no_utf8_is_refused_by_name(home, tmp_path):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(Refusal, match="chat_template.jinja: not UTF-8"):
         chat.read_template(folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}', encoding="utf-8")
+    with pytest.raises(Refusal, match="its chat template is no text"):
+        chat.read_template(folder)
 
 
 # ------------------------------------------------------------------------------------------------- secrets

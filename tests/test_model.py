@@ -298,6 +298,12 @@ def test_B27_transposed_weights_export(originals, tmp_path, name):
         assert torch.equal(value, net.state_dict()[key]), key
 
 
+def test_half_a_character_in_a_foreign_config_survives_the_export(tmp_path):
+    hf = V4 | dict(note="\ud83d é")
+    Transformer(Config.from_hf(hf)).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["note"] == hf["note"]
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 
