@@ -319,10 +319,16 @@ def test_a_shard_that_holds_ids_beyond_its_vocabulary_or_tells_nonsense_is_refus
     meta = {"format": FORMAT, "vocab_size": "2048", "tokenizer": "x"}
     for tensors, more, part in (({"tokens": np.array([1, 2048], np.uint16)}, {}, "it holds the id 2048"), ({"tokens": np.array([[1, 2]], np.uint16)}, {}, "not a token shard"),
                                 ({"tokens": np.array([1, 2], np.uint16)}, {"vocab_size": "many"}, "not a token shard"),
+                                ({"tokens": np.array([1, 2], np.uint16)}, {"vocab_size": "9" * 5000}, "not a token shard"),
                                 ({"tokens": np.array([1, 2], np.uint16), "more": np.ones(2, np.uint8)}, {}, "not a token shard")):
         save_file(tensors, tmp_path / "train-00000.safetensors", meta | {"sha256": digest(tensors)} | more)
         with pytest.raises(Refusal, match=part):
             Tokens(tmp_path, "train", 1)
+    tokenizer = Tokenizer(ROOT / "tiny")
+    tensors = {"tokens": np.array([1, 2, 2048], np.uint16)}  # within what it claims, beyond what the tokenizer has
+    save_file(tensors, tmp_path / "train-00000.safetensors", meta | {"sha256": digest(tensors), "tokenizer": tokenizer.fingerprint, "vocab_size": "2049"})
+    with pytest.raises(Refusal, match="made with 2049 tokens, the teacher's tokenizer has 2048"):
+        Tokens(tmp_path, "train", 1, tokenizer)
 
 
 # ----------------------------------------------------------------------------------------------- a run
