@@ -1,6 +1,7 @@
 """What a user can get wrong, at every command: one line that names it, an exit code that is not 0, never a traceback, nothing left behind."""
 import contextlib
 import json
+import os
 import runpy
 import shlex
 import shutil
@@ -287,9 +288,30 @@ def test_files_that_are_left_out_are_told_in_one_line(home, tmp_path, monkeypatc
     for name in ("a.txt.gz", "b.txt.gz", "c.csv", ".git/config", "README"):
         (tmp_path / "in" / name).write_bytes(b"x")
     (tmp_path / "in/d.txt").write_text("text", encoding="utf-8")
+    (tmp_path / "in/.git/hidden.py").write_bytes(b"\xff")
+    (tmp_path / "in/._d.txt").write_bytes(b"\xff")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "in/e").symlink_to("../elsewhere")
+    (tmp_path / "in/f.txt").symlink_to("not here")
+    (tmp_path / "in/loop").symlink_to(".")
     for quiet in (False, True):
         prepare(str(tmp_path / "in"), Tokenizer(ROOT / "tiny"), tmp_path / f"out{quiet}", quiet=quiet)
-        assert capsys.readouterr().err.splitlines() == [f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv; read are .txt, .md, .py, .jsonl, .parquet"] * (not quiet)
+        assert capsys.readouterr().err.splitlines() == [f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv, 3 links to a folder or nowhere; read are .txt, .md, .py, .jsonl, .parquet"] * (not quiet)
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_by_name(home, tmp_path, monkeypatch):
+    """Root may list any: os.scandir says what it says to others."""
+    (tmp_path / "in/locked").mkdir(parents=True)
+    (tmp_path / "in/d.txt").write_text("text", encoding="utf-8")
+    scan = os.scandir
+
+    def denied(path="."):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(Refusal, match="in/locked: cannot be read .Permission denied"):
+        sources.source_files(str(tmp_path / "in"))
 
 
 @contextlib.contextmanager
