@@ -349,6 +349,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show stops nothing
     try:
         main()
     except (Refusal, OSError) as error:

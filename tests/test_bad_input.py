@@ -1,5 +1,6 @@
 """What a user can get wrong, at every command: one line that names it, an exit code that is not 0, never a traceback, nothing left behind."""
 import contextlib
+import io
 import json
 import os
 import runpy
@@ -297,6 +298,15 @@ def test_files_that_are_left_out_are_told_in_one_line(home, tmp_path, monkeypatc
     for quiet in (False, True):
         prepare(str(tmp_path / "in"), Tokenizer(ROOT / "tiny"), tmp_path / f"out{quiet}", quiet=quiet)
         assert capsys.readouterr().err.splitlines() == [f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv, 3 links to a folder or nowhere; read are .txt, .md, .py, .jsonl, .parquet"] * (not quiet)
+
+
+def test_a_name_that_the_terminal_cannot_show_stops_nothing(home, monkeypatch, tmp_path):
+    shutil.copy(home / "text.jsonl", tmp_path / "é.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["data.py", "prepare", "é.jsonl", "--tokenizer", str(home / "teacher"), "--out", "é"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    runpy.run_path(str(ROOT / "data.py"), run_name="__main__")
+    assert (tmp_path / "é/tokens.json").exists()
 
 
 def test_a_folder_that_cannot_be_listed_is_refused_by_name(home, tmp_path, monkeypatch):
