@@ -160,6 +160,7 @@ train.py --teacher nowhere --plan => 'nowhere' is neither
 train.py --teacher zeros --plan => zeros/config.json: not valid JSON
 train.py --teacher object --plan => object/config.json: model_type=None
 train.py --teacher text.jsonl --plan => teacher 'text.jsonl' is a file
+train.py --teacher teacher --plan --seq-len 4096 => --seq-len 4096 is beyond the model's 128 positions
 train.py --tteacher teacher => unrecognized arguments: --tteacher
 data.py prepare nowhere => data 'nowhere': no such file or folder
 data.py prepare '' => data '': name a file
