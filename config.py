@@ -58,7 +58,8 @@ class Config:
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=whole("num_key_value_heads", WIDEST, missing=heads),
             head_dim=whole("head_dim", WIDEST, missing=0, low=0) or hidden // heads,  # missing, null and 0 all mean "derive"
             rms_norm_eps=number(hf, "rms_norm_eps", where, 1e-30, 1, whole=False), rope_theta=theta, rope_scaling=scaling,
-            max_position_embeddings=whole("max_position_embeddings", 1 << 31), tie_word_embeddings=bool(hf.get("tie_word_embeddings")), raw=hf)
+            max_position_embeddings=whole("max_position_embeddings", 1 << 31), tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            raw={key: value for key, value in hf.items() if value not in (None, []) or key not in (*supported, "layer_types")})  # transformers 5 reads no null there
         if (types := hf.get("layer_types")) not in (None, [], ["full_attention"] * layers):
             raise Refusal(f"{where}: layer_types={types!r} is not supported (only full_attention, {layers} times)")
         if heads % config.num_key_value_heads:

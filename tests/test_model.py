@@ -298,6 +298,13 @@ def test_B27_transposed_weights_export(originals, tmp_path, name):
         assert torch.equal(value, net.state_dict()[key]), key
 
 
+def test_what_a_config_leaves_null_is_left_out_of_the_export(tmp_path):
+    nulls = dict(attention_bias=None, mlp_bias=None, hidden_act=None, tie_word_embeddings=None, layer_types=[], pad_token_id=None)
+    Transformer(Config.from_hf(V4 | nulls)).save_pretrained(tmp_path)
+    theirs, written = AutoConfig.from_pretrained(tmp_path), json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert (theirs.attention_bias, theirs.mlp_bias, theirs.hidden_act, theirs.tie_word_embeddings) == (False, False, "silu", False) and "pad_token_id" in written
+
+
 def test_half_a_character_in_a_foreign_config_survives_the_export(tmp_path):
     hf = V4 | dict(note="\ud83d é")
     Transformer(Config.from_hf(hf)).save_pretrained(tmp_path)
