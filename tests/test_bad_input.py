@@ -528,6 +528,11 @@ def test_a_refusal_is_one_line_whatever_a_foreign_file_holds(tmp_path):
     with pytest.raises(Refusal) as caught:
         prepare(str(tmp_path / "a.jsonl"), Tokenizer(ROOT / "tiny"), tmp_path / "out", quiet=True)
     assert "but a b  [2J (" in str(caught.value) and str(caught.value).isprintable()
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(map(str, range(10_000)), 1)), encoding="utf-8")
+    with pytest.raises(Refusal) as caught:
+        prepare(str(tmp_path / "a.jsonl"), Tokenizer(ROOT / "tiny"), tmp_path / "out", quiet=True)
+    text = str(caught.value)
+    assert len(text) < 1000 and "a.jsonl, line 1: no text" in text and text.endswith("data.py prepare --skip-bad")
 
 
 @pytest.mark.parametrize("words, place", [("merge.py run --out new", "os.rename"), ("merge.py run --gguf --out new.gguf", "to_gguf.tensors"), ("audit.py energy narrow --teacher teacher", "lrc.span"),
