@@ -110,10 +110,10 @@ def open_shard(file: Path, tokenizer: Tokenizer | None) -> tuple[safe_open, dict
         raise Refusal(f"its format is {meta.get('format')}, this code reads {FORMAT}")
     if tokenizer is not None and meta["tokenizer"] != tokenizer.fingerprint:
         raise Refusal(f"made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}: it takes the teacher's folder")
-    if tokenizer is not None and int(meta["vocab_size"]) != tokenizer.vocab_size:
-        raise Refusal(f"made with {meta['vocab_size']} tokens, the teacher's tokenizer has {tokenizer.vocab_size}")
     if kinds["tokens"] == "U16" and int(meta["vocab_size"]) > 1 << 16:
         raise Refusal(f"16-bit ids cannot hold a vocabulary of {meta['vocab_size']}")
+    if tokenizer is not None and int(meta["vocab_size"]) != tokenizer.vocab_size:
+        raise Refusal(f"made with {meta['vocab_size']} tokens, the teacher's tokenizer has {tokenizer.vocab_size}")
     size = views["tokens"].get_shape()
     if "mask" in views and (kinds["mask"] != "U8" or views["mask"].get_shape() != size):
         raise Refusal(f"its mask is not one U8 for each of the {size[0]} tokens")
