@@ -68,6 +68,7 @@ def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weigh
     if shapes[0] != shapes[1]:
         raise Refusal(f"{ours.folder}: {shapes[1][0]} layers of d_ff {shapes[1][1]}, the teacher has {shapes[0][0]} of {shapes[0][1]}: "
                       "not a student that inherits its MLP")
+    must_be_narrower(theirs.config, ours.config, student)
     if text:
         tokenizer = Tokenizer(ours.folder)
         if tokenizer.fingerprint != Tokenizer(theirs.folder).fingerprint:
@@ -75,6 +76,11 @@ def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weigh
         for one in (ours, theirs):
             tokenizer.must_fit(one.config.vocab_size, one.folder)
     return theirs, ours
+
+
+def must_be_narrower(teacher: Config, student: Config, name: str) -> None:
+    if student.hidden_size > teacher.hidden_size:
+        raise Refusal(f"{name}: {student.hidden_size} wide, its teacher {teacher.hidden_size}: a student is the narrower of the two; were they swapped?")
 
 
 # ------------------------------------------------------------------------------------------------ reach
@@ -157,10 +163,11 @@ def ablate(teacher: str, student: str, layers: range, kinds: tuple[str, ...] = K
 
 def layer_range(text: str, count: int) -> range:
     """"all", "3" or "0-2" (both ends in) -> the layers."""
-    first, _, last = ("0", "-", str(count - 1)) if text == "all" else text.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < count):
-        raise Refusal(f"--layers {text}: write all, one layer (3) or a range (0-2), within 0 to {count - 1}")
-    return range(int(first), int(last or first) + 1)
+    first, dash, last = ("0", "-", str(count - 1)) if text == "all" else text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal() and len(text) < 20 and int(first) <= int(last) < count):
+        raise Refusal(f"--layers {text:.60}: write all, one layer (3) or a range (0-2), within 0 to {count - 1}")
+    return range(int(first), int(last) + 1)
 
 
 # ------------------------------------------------------------------------------------------------- rank
@@ -226,7 +233,9 @@ def reach_command(args) -> None:
         raise Refusal("reach: name a student's folder, or give --width")
     if args.width is not None:
         plan.check_width(theirs, args.width)
-    print(show_reach(theirs, plan.shape_of(args.student, None) if args.student else theirs.at_width(args.width)))
+    ours = plan.shape_of(args.student, None) if args.student else theirs.at_width(args.width)
+    must_be_narrower(theirs, ours, args.student)
+    print(show_reach(theirs, ours))
 
 
 def energy_command(args) -> None:
@@ -340,6 +349,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show stops nothing
     try:
         main()
     except (Refusal, OSError) as error:

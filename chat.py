@@ -27,8 +27,8 @@ from pathlib import Path
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from teachers import Refusal, plain, read_json
-from tokenizer import Tokenizer, named_tokens
+from teachers import Refusal, plain
+from tokenizer import Tokenizer, named_tokens, tokenizer_config
 
 GUARD = "\ud800"
 SECONDS, ROOM = 10, 1 << 30
@@ -51,7 +51,7 @@ def messages_of(row: dict, answered: bool) -> list[dict]:
 
 def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
     """(chat template, special tokens by name) of a model folder; None where it has no template."""
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    config = tokenizer_config(folder)
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
@@ -60,14 +60,18 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise Refusal(f"{folder / 'chat_template.jinja'}: not UTF-8 text ({error}); fetch the file again") from None
-    if template and not isinstance(template, str):
+    if template and (not isinstance(template, str) or re.search("[\ud800-\udfff]", template)):  # half a character cannot be written into a file
         raise Refusal(f"{folder}: its chat template is no text; fetch the file again")
     return (template, named_tokens(config)) if template else None
 
 
-def renderer_of(folder: Path, now: datetime) -> Callable[[list[dict], bool], str] | None:
+def renderer_of(tokenizer: Tokenizer, now: datetime) -> Callable[[list[dict], bool], str] | None:
     """The chat template of a model folder as a function (see renderer); None where it has none, a Refusal where it is broken."""
+    folder = tokenizer.folder
     found = read_template(folder)
+    for name, text in found[1].items() if found else ():
+        if name in found[0] and text and text not in tokenizer.special and len(tokenizer.encode(text)) > 1:
+            raise Refusal(f"{folder}: its chat template writes {name}, and {text!r:.60} is no token of tokenizer.json; name one that is in tokenizer_config.json")
     try:
         return found and renderer(*found, now)
     except Exception as error:  # jinja2 makes Python of it, and hands on what that raises

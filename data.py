@@ -104,7 +104,7 @@ def open_shard(file: Path, tokenizer: Tokenizer | None) -> tuple[safe_open, dict
     meta, views = opened.metadata() or {}, {name: opened.get_slice(name) for name in opened.keys()}
     kinds = {name: view.get_dtype() for name, view in views.items()}
     if kinds.get("tokens") not in ("U16", "U32") or len(views["tokens"].get_shape()) != 1 or not kinds.keys() <= {"tokens", "mask"} \
-            or not meta.keys() >= {"tokenizer", "vocab_size"} or not meta["vocab_size"].isdecimal():
+            or not meta.keys() >= {"tokenizer", "vocab_size"} or not re.fullmatch("[0-9]{1,10}", meta["vocab_size"]):
         raise Refusal(f"not a token shard (it holds {kinds}, metadata {sorted(meta)})")
     if meta.get("format") != FORMAT:
         raise Refusal(f"its format is {meta.get('format')}, this code reads {FORMAT}")
@@ -112,6 +112,8 @@ def open_shard(file: Path, tokenizer: Tokenizer | None) -> tuple[safe_open, dict
         raise Refusal(f"made with tokenizer {meta['tokenizer']}, the teacher's is {tokenizer.fingerprint}: it takes the teacher's folder")
     if kinds["tokens"] == "U16" and int(meta["vocab_size"]) > 1 << 16:
         raise Refusal(f"16-bit ids cannot hold a vocabulary of {meta['vocab_size']}")
+    if tokenizer is not None and int(meta["vocab_size"]) != tokenizer.vocab_size:
+        raise Refusal(f"made with {meta['vocab_size']} tokens, the teacher's tokenizer has {tokenizer.vocab_size}")
     size = views["tokens"].get_shape()
     if "mask" in views and (kinds["mask"] != "U8" or views["mask"].get_shape() != size):
         raise Refusal(f"its mask is not one U8 for each of the {size[0]} tokens")
@@ -234,6 +236,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show stops nothing
     try:
         main()
     except (Refusal, OSError) as error:

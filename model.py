@@ -242,7 +242,7 @@ class Transformer(nn.Module):
             raise OSError(f"{folder / 'model.safetensors'}: cannot be written ({error}); make room, or write to another place") from None
         finally:
             beside.unlink(missing_ok=True)
-        write_whole(folder / "config.json", json.dumps(self.config.to_hf(dtype), indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / "config.json", json.dumps(self.config.to_hf(dtype), indent=2) + "\n")
 
 
 @contextlib.contextmanager

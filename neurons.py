@@ -23,6 +23,8 @@ def read_cloze(path: str, tokenizer: Tokenizer, positions: int) -> list[tuple[li
     """{"prompt": ..., "answer": ...} a line -> token ids of both; a BOS first where the tokenizer's own post-processor puts one."""
     questions, bos = [], [tokenizer.bos] * (tokenizer.bos is not None)
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             prompt, whole = (tokenizer.encode(text) for text in (row["prompt"], row["prompt"] + row["answer"]))

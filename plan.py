@@ -200,6 +200,8 @@ def shape_of(teacher: str, revision: str | None) -> Config:
 def show(args: Args) -> None:
     """Print the account of a run and stop there."""
     c = shape_of(network(args), args.revision or None)
+    if args.seq_len > c.max_position_embeddings:
+        raise Refusal(f"--seq-len {args.seq_len} is beyond the model's {c.max_position_embeddings} positions")
     width = args.width or c.hidden_size // 2
     if args.stage != "distill":
         width, mode = c.hidden_size, "pretrain"

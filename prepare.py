@@ -85,7 +85,7 @@ class Scribe:
     @functools.cached_property
     def render(self):
         """The model's chat template; read when the first chat comes, for text has no use for it."""
-        render = chat.renderer_of(self.tokenizer.folder, self.now)
+        render = chat.renderer_of(self.tokenizer, self.now)
         if render is None:
             raise Refusal(f"{self.tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
         return render

@@ -5,7 +5,7 @@
     FOLDER                                     a folder of such files
     hub:OWNER/NAME[@REVISION][:FOLDER]         the .parquet or .jsonl files of a data set on the hub, read over the network, never stored
 
-What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and told.
+What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and told; hidden ones too, without a word.
 
 A part is a byte range of a file. What begins in it belongs to it: a line, a piece of a .txt, a row group of a .parquet, a whole .py or .md.
 So parts can be read in any order, by anyone, and together they are the file, each document once.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -83,10 +84,10 @@ def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = Fa
         root = Path(source)
         if not root.exists():
             raise Refusal(f"data {source!r}: no such file or folder, and neither `stdlib` nor hub:OWNER/NAME")
-        every = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        every, links = ([root], 0) if root.is_file() else files_under(root)
         found = [*{p.resolve(): p for p in reversed(every) if p.suffix.lower() in kinds}.values()]  # a file and a link to it are one
         root = root.parent if root.is_file() else root
-        others = counted(p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds)
+        others = counted((p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds), links)
     if not found:
         raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it" + f", but {others}; unpack or convert what is text" * bool(others))
     if tell and others:
@@ -94,10 +95,24 @@ def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = Fa
     return sorted((p.relative_to(root).as_posix(), str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found)
 
 
-def counted(names: Iterable[str]) -> str:
-    """Files by kind, for a line about those that are not read: "3 .gz, 1 .csv". Hidden ones need no word."""
+def files_under(root: Path) -> tuple[list[Path], int]:
+    """The files of a folder and of those within it, sorted, and how many links lead to a folder or nowhere: none of them is followed. What is
+    hidden (.git, .venv, a copy of an editor's) is no source; a folder that cannot be listed is refused."""
+    def unreadable(error):
+        raise Refusal(f"{error.filename}: cannot be read ({error.strerror}); mend or leave out this folder")
+    found, links = [], 0
+    for folder, inner, names in os.walk(root, onerror=unreadable):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        paths = [Path(folder, name) for name in (*inner, *names) if not name.startswith(".")]
+        found += (p for p in paths if p.is_file())
+        links += sum(p.is_symlink() and not p.is_file() for p in paths)
+    return sorted(found), links
+
+
+def counted(names: Iterable[str], links: int = 0) -> str:
+    """Files by kind, for a line about those that are not read: "3 .gz, 1 .csv, 1 link to a folder or nowhere". Hidden ones need no word."""
     kinds = Counter(PurePath(name).suffix.lower() or "without a suffix" for name in names if not any(part.startswith(".") for part in PurePath(name).parts))
-    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(8))
+    return ", ".join([f"{count:,} {kind}" for kind, count in kinds.most_common(8)] + [f"{links:,} link{'s' * (links > 1)} to a folder or nowhere"] * bool(links))
 
 
 def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]]:
@@ -224,7 +239,7 @@ def json_rows(part: Part, file: BinaryIO) -> Iterator[tuple[int, object]]:
     for place, line in lines_from(part, file):
         if line.strip():
             try:
-                yield place, json.loads(line)
+                yield place, json.loads(line.decode("utf-8-sig"))  # of bytes json would take half a character too
             except (ValueError, RecursionError) as error:
                 yield place, error
 
@@ -238,19 +253,27 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
         names = table.schema_arrow.names
         if not set(columns) & set(names):
             raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")
-        place = 0
-        for g in range(table.metadata.num_row_groups):
-            group = table.metadata.row_group(g)
-            first = group.column(0)
-            begin = min(o for o in (first.dictionary_page_offset, first.data_page_offset) if o)
+        place, size = 0, file.seek(0, 2)
+        groups = [table.metadata.row_group(g) for g in range(table.metadata.num_row_groups)]
+        if sum(group.num_rows for group in groups) != table.metadata.num_rows:
+            raise ValueError("its row groups are not all its rows")
+        for g, group in enumerate(groups):
+            first, begun = group.column(0), place
+            begin = min((o for o in (first.dictionary_page_offset, first.data_page_offset) if o), default=0)
+            if group.num_rows and not 0 < begin < size:
+                raise ValueError(f"row group {g + 1} lies outside the file")  # in no part, so nobody would read it
             if part.begin <= begin < part.end:
                 for batch in table.iter_batches(batch_size=256, row_groups=[g], use_threads=False,  # the workers have the cores
                                                 columns=[n for n in names if n in (*columns, "id", "title", "score")]):
                     yield from enumerate(batch.to_pylist(), place)
                     place += len(batch)
+                if place - begun != group.num_rows:
+                    raise ValueError(f"row group {g + 1} holds {place - begun:,} rows, not {group.num_rows:,}")
             else:
                 place += group.num_rows
-    except (ArrowException, OSError, UnicodeDecodeError) as error:
+    except Refusal:
+        raise
+    except (ArrowException, ArithmeticError, LookupError, OSError, ValueError) as error:  # the middle two: dates and time zones that Python has not
         if part.path.startswith("hub://") and isinstance(error, OSError):
             raise  # the network's, not the file's
         raise Refusal(f"{part.path}: cannot be read as .parquet ({' '.join(str(error).split())}); fetch the file again") from None

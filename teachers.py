@@ -21,7 +21,8 @@ class Refusal(ValueError):
     """Something a user can mend. Commands print it as one line and stop, exit code not 0, never a traceback."""
 
     def __init__(self, text: str):
-        super().__init__("".join(c if c.isprintable() else " " for c in text))  # names and values out of a foreign file may hold anything
+        text = text if len(text) <= 1000 else f"{text[:600]} ... {text[-300:]}"  # names and values out of a foreign file may hold anything
+        super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

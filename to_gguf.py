@@ -24,7 +24,7 @@ from torch import Tensor
 import chat
 from model import Transformer, rope_frequencies
 from teachers import Refusal, read_json
-from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer, named_tokens
+from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer, named_tokens, tokenizer_config
 
 FILE_TYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # general.file_type
 
@@ -47,7 +47,7 @@ def write_gguf(net: Transformer, tokenizer: Path, out: Path, dtype: torch.dtype 
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     writer = gguf.GGUFWriter(making, arch)
     writer.add_type("model")
-    writer.add_name(out.stem)
+    writer.add_name(out.stem.encode("utf-8", "replace").decode())
     writer.add_file_type(FILE_TYPE[dtype])
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(c.max_position_embeddings)
@@ -127,9 +127,7 @@ def add_tokenizer(writer, folder: Path, rows: int) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
 
-    file, template = folder / "tokenizer_config.json", chat.read_template(folder)
-    config = read_json(file) if file.exists() else {}
-    named = named_tokens(config)
+    named, template = named_tokens(tokenizer_config(folder)), chat.read_template(folder)
     bos, eos = (tokenizer.special.get(named.get(key)) for key in ("bos_token", "eos_token"))
     if bos is not None or tokenizer.bos is not None:
         writer.add_bos_token_id(bos if tokenizer.bos is None else tokenizer.bos)

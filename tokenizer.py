@@ -55,7 +55,7 @@ class Tokenizer:
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
         spec = read_json(path)
-        config = read_json(path.with_name("tokenizer_config.json")) if path.with_name("tokenizer_config.json").exists() else {}
+        config = tokenizer_config(self.folder)
         try:
             self._read(spec, config)
         except Refusal as refusal:
@@ -293,6 +293,12 @@ def separator(config: dict, special: dict[str, int]) -> int:
     if found is None:
         raise Refusal(f"no separator token (looked for {names})")
     return found
+
+
+def tokenizer_config(folder: Path) -> dict:
+    """tokenizer_config.json, or {}. Before it listed its added tokens, special_tokens_map.json stood above it, and transformers still reads such a folder so."""
+    config, older = (read_json(file) if (file := folder / f"{name}.json").exists() else {} for name in ("tokenizer_config", "special_tokens_map"))
+    return config if "added_tokens_decoder" in config else config | older
 
 
 def named_tokens(config: dict) -> dict[str, str]:

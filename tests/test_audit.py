@@ -265,7 +265,7 @@ def test_the_neurons_table(capsys, tmp_path):
 
 def test_B43_cloze_prompts_begin_with_a_bos_where_the_tokenizer_puts_one(tmp_path):
     from tokenizer import Tokenizer
-    (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}')
+    (tmp_path / "c.jsonl").write_text('{"prompt": "import", "answer": " os"}\n\n')
     tokenizer = Tokenizer(ROOT / "tiny")
     plain = neurons.read_cloze(str(tmp_path / "c.jsonl"), tokenizer, 99)
     tokenizer.bos = 7

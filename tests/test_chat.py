@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer as HF, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import chat
 import sources
@@ -98,6 +98,27 @@ def refused(*match, call, **kwargs):
     with pytest.raises(Refusal) as caught:
         call(**kwargs)
     assert all(m in str(caught.value) for m in match) and "\n" not in str(caught.value), caught.value
+
+
+def test_names_of_an_older_folder_are_read_as_transformers_reads_them(home, tmp_path):
+    """special_tokens_map.json over tokenizer_config.json, unless that lists its added tokens."""
+    folder, _ = model(home, tmp_path / "m", TEMPLATES["inst"], bos_token=None, eos_token="<|tail|>", tokenizer_class="PreTrainedTokenizerFast")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": BOS, "eos_token": {"content": STOP, "lstrip": False}}), encoding="utf-8")
+    plain = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    flags = dict(special=True, lstrip=False, rstrip=False, normalized=False, single_word=False)
+    for more, names in (({}, {"bos_token": BOS, "eos_token": STOP}), ({"added_tokens_decoder": {"0": {"content": BOS} | flags}}, {"eos_token": "<|tail|>"})):
+        (folder / "tokenizer_config.json").write_text(json.dumps(plain | more), encoding="utf-8")
+        assert chat.read_template(folder)[1] == names
+        assert written(folder, talk("a", "b"))[0] == AutoTokenizer.from_pretrained(folder).apply_chat_template(talk("a", "b"), return_dict=False)
+
+
+def test_a_name_for_what_is_no_token_is_refused_where_the_template_writes_it(home, tmp_path):
+    for style, said in (("inst", "eos_token, and '</s>' is no token of tokenizer.json"), ("chatml", None)):
+        tokenizer = Tokenizer(model(home, tmp_path / style, TEMPLATES[style], eos_token="</s>")[0])
+        if said:
+            refused(str(tmp_path), said, call=chat.renderer_of, tokenizer=tokenizer, now=chat.datetime.now())
+        else:
+            assert chat.renderer_of(tokenizer, chat.datetime.now())
 
 
 # ---------------------------------------------------------------------------------------------- ids

@@ -298,12 +298,36 @@ def test_B27_transposed_weights_export(originals, tmp_path, name):
         assert torch.equal(value, net.state_dict()[key]), key
 
 
+def test_what_a_config_leaves_null_is_left_out_of_the_export(tmp_path):
+    nulls = dict(attention_bias=None, mlp_bias=None, hidden_act=None, tie_word_embeddings=None, layer_types=[], pad_token_id=None)
+    Transformer(Config.from_hf(V4 | nulls)).save_pretrained(tmp_path)
+    theirs, written = AutoConfig.from_pretrained(tmp_path), json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert (theirs.attention_bias, theirs.mlp_bias, theirs.hidden_act, theirs.tie_word_embeddings) == (False, False, "silu", False) and "pad_token_id" in written
+
+
+def test_half_a_character_in_a_foreign_config_survives_the_export(tmp_path):
+    hf = V4 | dict(note="\ud83d é")
+    Transformer(Config.from_hf(hf)).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["note"] == hf["note"]
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 
 def test_B12_the_config_decides_the_class_not_the_path(originals, tmp_path):
     net = Transformer.from_pretrained(shutil.copytree(originals / "qwen2", tmp_path / "llama_runs" / "qwen"))
     assert net.config.model_type == "qwen2" and net.layers[0].self_attn.q_proj.bias is not None
+
+
+@pytest.mark.parametrize("changes", [dict(is_causal=False), dict(original_max_position_embeddings=4096)], ids=str)
+def test_keys_that_are_refused_do_change_what_transformers_computes(copied, changes):
+    """is_causal turns its mask off; original_max_position_embeddings overrides the llama3 block's own."""
+    folder, logits = copied("untied"), []
+    for _ in range(2):
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(folder)(IDS[:, :64]).logits)
+        edit_json(folder / "config.json", **changes)
+    assert (logits[0] - logits[1]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("given, expected", [({}, 10), (dict(head_dim=None), 10), (dict(head_dim=0), 10), (dict(head_dim=12), 12)], ids=str)
@@ -325,6 +349,9 @@ def test_B30_head_dim_missing_null_or_zero_means_derive(given, expected):
     *[(dict(rope_scaling=dict(YARN, **{key: kind})), ["rope", kind]) for kind in ("yarn", "linear", "dynamic") for key in ("type", "rope_type")],
     (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), ["high_freq_factor=1.0", "1.001"]),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), ["llama3", "low_freq_factor", "original_max_position_embeddings"]),
+    (dict(rope_scaling=dict(factor=8.0)), ["rope type None", "factor"]),
+    (dict(rope_scaling=None, rope_parameters=dict(full_attention=dict(LLAMA3, rope_theta=5e5))), ["rope type None", "full_attention"]),
+    (dict(original_max_position_embeddings=4096), ["original_max_position_embeddings=4096", "8192"]), (dict(is_causal=False), ["is_causal"]),
     *[({key: None}, [key, "missing"]) for key in SHAPE if key not in ("head_dim", "num_key_value_heads", "tie_word_embeddings")],
     (dict(num_key_value_heads=3), ["4 heads", "3 key/value"]), (dict(head_dim=15), ["head_dim", "15"])], ids=str)
 def test_B12_unsupported_config_is_refused_by_name(changes, parts):

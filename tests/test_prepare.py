@@ -111,7 +111,7 @@ def test_a_table_without_the_column_is_refused_by_name(tmp_path, rows, column, w
     refused(why, documents, tmp_path, column)
 
 
-@pytest.mark.parametrize("line", ["{not json", '{"title": "no text"}', "[1, 2]", "3", '{"text": null}', '{"text": 5}', "\udcff", "[" * 100_000])
+@pytest.mark.parametrize("line", ["{not json", '{"title": "no text"}', "[1, 2]", "3", '{"text": null}', '{"text": 5}', "\udcff", '{"text": "\udced\udca0\udc80"}', "[" * 100_000])
 def test_a_bad_jsonl_line_is_refused_by_its_number_or_left_out_and_counted(tmp_path, line):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "good"}\n' + line.encode("utf-8", "surrogateescape") + b'\n{"text": "better"}\n')
     refused("bad.jsonl, line 2:", prepare, str(tmp_path / "bad.jsonl"), TINY, tmp_path / "out", quiet=True)
@@ -124,6 +124,30 @@ def test_a_bad_jsonl_line_is_refused_by_its_number_or_left_out_and_counted(tmp_p
 def test_a_broken_parquet_is_refused_by_name(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else PAR1")
     refused("a.parquet: cannot be read as .parquet", prepare, str(tmp_path), TINY, tmp_path / "out", quiet=True)
+
+
+# in thrift's compact form: where the data begin (4, of field 9), and 40 of the file, of the column and of the row group (fields 3, 5, 3)
+@pytest.mark.parametrize("number, which, other", [(b"\x26\x08", 0, 0), (b"\x26\x08", 0, 7), *[(b"\x16\x50", which, other) for which in range(3) for other in (0, 60, 82)]], ids=str)
+def test_a_parquet_whose_footer_is_damaged_loses_no_row_unsaid(tmp_path, number, which, other):
+    parquet.write_table(pyarrow.table({"text": [f"t{i}" for i in range(40)]}), tmp_path / "a.parquet", use_dictionary=False, write_statistics=False, compression="none")
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    at = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+    for _ in range(which + 1):
+        at = raw.index(number, at) + 1
+    assert len(documents(tmp_path)) == 40
+    raw[at] = other
+    (tmp_path / "a.parquet").write_bytes(raw)
+    try:
+        assert len(documents(tmp_path)) == 40
+    except Refusal as refusal:
+        assert "a.parquet: cannot be read as .parquet" in str(refusal)
+
+
+@pytest.mark.parametrize("ids", [pyarrow.array([10**15], pyarrow.timestamp("ms")), pyarrow.array([0], pyarrow.timestamp("us", "Nowhere/Land")), pyarrow.array([1 << 62], pyarrow.duration("ms"))], ids=lambda ids: str(ids.type))
+def test_a_date_that_python_has_not_is_refused_by_its_file(tmp_path, ids):
+    parquet.write_table(pyarrow.table({"text": ["a"], "id": ids}), tmp_path / "a.parquet")
+    refused("a.parquet: cannot be read as .parquet", prepare, str(tmp_path), TINY, tmp_path / "out", quiet=True)
+    assert os.listdir(tmp_path) == ["a.parquet"]
 
 
 # ----------------------------------------------------------------------------------------------- hub

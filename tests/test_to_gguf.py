@@ -162,6 +162,11 @@ def test_a_weight_beyond_fp16_is_refused_by_name_and_the_old_file_stands_b7(tmp_
     write_gguf(net, TINY, out, torch.bfloat16)
 
 
+def test_a_name_that_is_no_utf8_is_written_with_a_mark_in_its_place(tmp_path):
+    meta, _, _ = opened(write_gguf(net_of("llama"), TINY, tmp_path / "a\udcff.gguf"))
+    assert meta["general.name"] == "a?"
+
+
 def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
