@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from model import Transformer, widen
-from teachers import Refusal, read_json, resolve
-from tokenizer import Tokenizer, named_tokens
+from teachers import Refusal, resolve
+from tokenizer import Tokenizer
 
 
 class Model:
@@ -31,12 +31,7 @@ class Model:
         self.batch_tokens, self.max_length = batch_tokens, self.net.config.max_position_embeddings
         self.dtype = "bfloat16" if dtype == "bfloat16" or dtype == "auto" and self.device.type != "cpu" else "float32"
         self.truncated = 0
-        config = self.folder / "tokenizer_config.json"
-        named = named_tokens(read_json(config)) if config.exists() else {}
-        token = lambda key: self.tokenizer.special.get(named.get(key))
-        self.end = token("eos_token") if token("eos_token") is not None else self.tokenizer.separator
-        first = token("bos_token") if token("bos_token") is not None else self.tokenizer.bos
-        self.prefix = self.end if first is None else first  # stands before a continuation that has no context
+        self.prefix = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin  # stands before a continuation that has no context
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """BOS first where the tokenizer's own post-processor puts one (Llama), never where it does not (Qwen), and never twice."""
@@ -122,7 +117,7 @@ class Model:
         while len(ids) < start + count:
             x = self.net(torch.tensor([ids], device=self.device), head=False)
             ids.append(int(self.net.lm_head(x[:, -1]).argmax()))
-            if ids[-1] == self.end:
+            if ids[-1] == self.tokenizer.end:
                 break
             out = self.tokenizer.decode(ids[start:])
             if cuts := [out.find(stop) for stop in until if stop and stop in out]:
@@ -136,7 +131,7 @@ def harness(model: Model):
     from lm_eval.api.model import TemplateLM
 
     class Ours(TemplateLM):
-        eot_token_id, prefix_token_id, max_length = model.end, model.prefix, model.max_length
+        eot_token_id, prefix_token_id, max_length = model.tokenizer.end, model.prefix, model.max_length
         tokenizer_name = model.tokenizer.fingerprint
 
         def tok_encode(self, string, add_special_tokens=None, **_):

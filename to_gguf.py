@@ -24,7 +24,7 @@ from torch import Tensor
 import chat
 from model import Transformer, rope_frequencies
 from teachers import Refusal, read_json
-from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer, named_tokens, tokenizer_config
+from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer
 
 FILE_TYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # general.file_type
 
@@ -127,11 +127,10 @@ def add_tokenizer(writer, folder: Path, rows: int) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
 
-    named, template = named_tokens(tokenizer_config(folder)), chat.read_template(folder)
-    bos, eos = (tokenizer.special.get(named.get(key)) for key in ("bos_token", "eos_token"))
-    if bos is not None or tokenizer.bos is not None:
-        writer.add_bos_token_id(bos if tokenizer.bos is None else tokenizer.bos)
-    writer.add_eos_token_id(tokenizer.separator if eos is None else eos)
+    template = chat.read_template(folder)
+    if tokenizer.begin is not None:
+        writer.add_bos_token_id(tokenizer.begin if tokenizer.bos is None else tokenizer.bos)
+    writer.add_eos_token_id(tokenizer.end)
     writer.add_add_bos_token(tokenizer.bos is not None)  # only where the tokenizer itself begins a text with it
     if template:
         writer.add_chat_template(template[0])

@@ -48,7 +48,7 @@ class Tokenizer:
     """The byte-level BPE of FOLDER/tokenizer.json. Raises Refusal, naming what cannot be represented exactly or is broken.
 
     vocab_size: rows of an embedding that are tokens; special: {content: id} of the special tokens; bos: the id that the file puts
-    before a text, or None; separator: the id that ends a document; fingerprint: 16 hex digits, another wherever an id could be another.
+    before a text, or None; separator: the id that ends a document; begin, end: what tokenizer_config.json names bos_token and eos_token, else bos and separator; fingerprint: 16 hex digits, another wherever an id could be another.
     """
 
     def __init__(self, folder: str | Path):
@@ -104,6 +104,9 @@ class Tokenizer:
         self.after = matcher({normalised: added[name] for name, normalised in after.items()})
         self.bos = first_token(spec.get("post_processor"), self.special)
         self.separator = separator(config, self.special)
+        named = {key: self.special.get(text) for key, text in named_tokens(config).items()}
+        self.begin = self.bos if named.get("bos_token") is None else named["bos_token"]
+        self.end = self.separator if named.get("eos_token") is None else named["eos_token"]
         table = [self.pattern, self.normalise, whole, sorted(added.items()), self.bos, self.separator,
                  sorted((token.hex(), i) for token, i in ranks.items())]
         self.fingerprint = hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]

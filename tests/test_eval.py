@@ -104,7 +104,7 @@ def test_B43_bos_stands_first_exactly_once_or_never(folder, with_bos):
     assert first is not None and plain.tokenizer.bos is None
     for text in ("x = 1", "<|endoftext|>x = 1"):
         assert bos.encode(text)[0] == first and bos.encode(text).count(first) == 1 and first not in plain.encode(text)
-    assert bos.encode("x", bos=False) == plain.encode("x") and plain.prefix == plain.end == bos.prefix
+    assert bos.encode("x", bos=False) == plain.encode("x") and plain.prefix == plain.tokenizer.end == bos.prefix
 
 
 def test_B45_a_long_context_loses_its_left_and_a_long_continuation_is_refused(folder):
