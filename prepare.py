@@ -5,205 +5,31 @@
     python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer llama3.2-3b --out tokens/openhermes    # in its chat template
     python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                              # for train.py --stage sft
 
-Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones. A document ends with the
-tokenizer's separator, which no text can hold, so that a reader of the shards knows where documents end (a chat template could write it:
-tokens.json counts the chats where it does). One in HELD_OUT_EVERY, chosen by the hash of its name or else of its text, is held out: a
-document keeps its side when others come and go. With a budget (--tokens) the units are taken in an order shuffled by the seed, until it
-is reached: a sample of the whole source, not its beginning.
-
-A shard is a safetensors file: "tokens", and for chats "mask", 1 where the loss falls. The header states dtype and shape, its metadata
-FORMAT, the vocabulary, the tokenizer's fingerprint and a digest, so that ids of another tokenizer, 128k ids in 16 bits, or a file that a disk
-or a copy has damaged are refused, not trained on.
+Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones (shards.py). With a budget
+(--tokens) the units are taken in an order shuffled by the seed, until it is reached: a sample of the whole source, not its beginning. What is
+in the shards is summed up in tokens.json.
 """
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
-from array import array
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 import chat
-from sources import CHAT_COLUMNS, SUFFIXES, TABLES, Bad, Part, Row, read, source_files, units_of, where
-from teachers import Refusal, plain, read_json, write_whole
+from shards import FORMAT, SIDES, Choice, ShardWriter, worker_pool
+from sources import SUFFIXES, TABLES, Part, source_files, units_of
+from teachers import Refusal, read_json, write_whole
 from tokenizer import Tokenizer
-
-FORMAT = "lrc-tokens 2"  # what the files are, and the version of their layout
-HELD_OUT_EVERY = 20
-SIDES = ("train", "val")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is taken of a source."""
-    chats: bool = False           # chats only, with a loss mask
-    column: str = "text"
-    min_score: float | None = None
-    tokens: int = 0               # training tokens to stop at; 0: all there are
-    seed: int = 1234              # of the order in which units are taken, with `tokens`
-    skip_bad: bool = False        # leave out rows that cannot be read or rendered
-
-
-def held_out(name: str) -> bool:
-    return int(hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8], 16) % HELD_OUT_EVERY == 0
-
-
-def digest(tensors: dict[str, np.ndarray]) -> str:
-    """Of what a shard holds: another wherever a token or the mask is another."""
-    return hashlib.sha256(b"".join(tensors[name].tobytes() for name in ("tokens", "mask") if name in tensors)).hexdigest()
-
-
-# ------------------------------------------------------------------------------------- one unit of work
-
-
-class Scribe:
-    """Turns units into shards. Each worker process makes its own, from what can be sent to it."""
-
-    def __init__(self, tokenizer: Tokenizer, making: Path, choice: Choice, now: datetime):
-        self.tokenizer, self.making, self.choice, self.now = tokenizer, making, choice, now
-        self.columns = CHAT_COLUMNS if choice.chats else (choice.column, *CHAT_COLUMNS)
-        self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        self.metadata = {"format": FORMAT, "vocab_size": str(tokenizer.vocab_size), "tokenizer": tokenizer.fingerprint}
-
-    @functools.cached_property
-    def render(self):
-        """The model's chat template; read when the first chat comes, for text has no use for it."""
-        render = chat.renderer_of(self.tokenizer, self.now)
-        if render is None:
-            raise Refusal(f"{self.tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
-        return render
-
-    def document(self, row: Row) -> tuple[list[int], list[int], int]:
-        """Ids of a document, its separator last; for each the loss mask (chats only, else empty); and the bytes of its text. Raises
-        ValueError where the row is none."""
-        size = lambda text: len(text.encode("utf-8", "replace"))
-        if "text" in row.fields:
-            return self.tokenizer.document(row.fields["text"]), [], size(row.fields["text"])
-        render = self.render
-        try:
-            messages = chat.messages_of(row.fields, answered=self.choice.chats)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f'not {{"messages": [{{"role", "content"}}, ...]}} ({type(error).__name__}: {error})') from None
-        try:
-            ids, mask = chat.encode(messages, render, self.tokenizer)
-        except Exception as error:  # a template is a program of somebody else's and may raise anything
-            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({plain(error) or type(error).__name__})") from None
-        return [*ids, self.tokenizer.separator], [*mask, 0] if self.choice.chats else [], sum(size(m["content"]) for m in messages)
-
-    def taken(self, row: Row) -> bool:
-        """Whether the row's score is high enough. Raises ValueError where it has none."""
-        score = row.fields.get("score")
-        if self.choice.min_score is not None and not isinstance(score, (int, float)):
-            raise ValueError('no number "score", which --min-score needs')
-        return self.choice.min_score is None or score >= self.choice.min_score  # a NaN is not
-
-    def write(self, number: int, unit: list[Part]) -> dict:
-        """Unit -> its shards on disk, and what is in them: bytes of text, documents and tokens by side, a digest. Found if done before."""
-        done = self.making / f"unit-{number:05d}.json"
-        if done.exists():
-            return read_json(done) | {"found": True}
-        tokens, masks = {side: array("I") for side in SIDES}, {side: bytearray() for side in SIDES}
-        account = {key: dict.fromkeys(SIDES, 0) for key in ("bytes", "documents", "tokens", "assistant")} | dict(skipped=0, inside=0)
-        for part in unit:
-            for row in read(part, self.columns):
-                try:
-                    if isinstance(row, Bad):
-                        raise ValueError(row.reason)
-                    if not self.taken(row):
-                        continue
-                    ids, mask, size = self.document(row)
-                except ValueError as error:
-                    if isinstance(error, Refusal):
-                        raise
-                    if not self.choice.skip_bad:
-                        raise Refusal(f"{where(row.part, row.place)}: {error}; mend or drop it, or leave out such rows: data.py prepare --skip-bad") from None
-                    account["skipped"] += 1
-                    continue
-                side = "val" if held_out(row.name) else "train"
-                tokens[side].extend(ids)
-                masks[side].extend(mask)
-                account["bytes"][side] += size
-                account["documents"][side] += 1
-                account["inside"] += "messages" in row.fields and self.tokenizer.separator in ids[:-1]
-        for side in SIDES:
-            self.save(number, side, np.frombuffer(tokens[side], np.uint32), np.frombuffer(masks[side], np.uint8), account)
-        write_whole(done, json.dumps(account))
-        return account
-
-    def save(self, number: int, side: str, tokens: np.ndarray, mask: np.ndarray, account: dict) -> None:
-        tensors = {"tokens": tokens.astype(self.dtype)} | ({"mask": mask} if self.choice.chats else {})
-        account["tokens"][side], account["assistant"][side] = len(tokens), int(mask.sum())
-        account[f"digest_{side}"] = digest(tensors)
-        path = self.making / f"{side}-{number:05d}.safetensors"
-        if len(tokens):
-            try:
-                save_file(tensors, path.with_suffix(".tmp"), self.metadata | {"sha256": account[f"digest_{side}"]})
-            except SafetensorError as error:
-                raise OSError(f"{path}: cannot be written ({error}); is the disk full? The same command goes on from there") from None
-            os.replace(path.with_suffix(".tmp"), path)
-
-    def trim(self, number: int, account: dict, room: int) -> bool:
-        """Cut the training shard of a unit to the documents that fit in `room` tokens; False where none does."""
-        tensors = load_file(self.making / f"train-{number:05d}.safetensors")
-        ends = np.flatnonzero(tensors["tokens"] == self.tokenizer.separator) + 1
-        fitting = int(np.searchsorted(ends, room, "right"))
-        if not fitting:
-            return False
-        end = int(ends[fitting - 1])
-        account["documents"]["train"] = fitting
-        account["bytes"]["train"] = round(account["bytes"]["train"] * end / account["tokens"]["train"])  # in proportion: the texts are not at hand
-        self.save(number, "train", tensors["tokens"][:end], tensors.get("mask", np.empty(0, np.uint8))[:end], account)
-        return True
-
-
-def hire(folder: Path, making: Path, choice: Choice, now: datetime) -> None:
-    """Begin a worker process: it has its own tokenizer, and ends with its parent, however that ends."""
-    global scribe
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    scribe = Scribe(Tokenizer(folder), making, choice, now)
-
-
-def toil(number: int, unit: list[Part]) -> dict:
-    return scribe.write(number, unit)
-
-
-@contextlib.contextmanager
-def crew(workers: int, *equipment):
-    """A function from units to their accounts, in order, done by that many processes. What they are at when this ends they finish."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), hire, equipment)
-    main = threading.current_thread() is threading.main_thread()
-    try:
-        def accounts(units):
-            usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # inherited by the workers, who begin with the first job
-            jobs = [pool.submit(toil, k, unit) for k, unit in enumerate(units)]
-            if main:
-                signal.signal(signal.SIGINT, usual)
-            yield from (job.result() for job in jobs)
-        yield accounts
-    except BrokenProcessPool:
-        raise OSError("a worker process was killed (out of memory?); the same command, with fewer --workers, goes on where it stopped") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-# ------------------------------------------------------------------------------------------ the whole
 
 
 def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: bool = False, choice: Choice = Choice(),
@@ -235,7 +61,7 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     making = out.with_name(f"{out.name}.making")
     if finished(out, stamp):
         return out
-    with alone(making, quiet):
+    with folder_lock(making, quiet):
         if finished(out, stamp):
             return out
         begun = read_json(making / "begun.json") if (making / "begun.json").exists() else {}
@@ -280,48 +106,77 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
     units = units_of(files)
     if choice.tokens:
         units = [units[k] for k in np.random.default_rng(choice.seed).permutation(len(units))]
-    sizes = [sum(part.end - part.begin for part in unit) for unit in units]
     now = datetime.fromisoformat(begun["date"])
-    own = Scribe(tokenizer, making, choice, now)
-    workers = min(workers or max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), len(units) // 4)), len(units))
+    own = ShardWriter(tokenizer, making, choice, now)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = min(workers or max(1, min(cores, len(units) // 4)), len(units))
+    here = contextlib.nullcontext(lambda units: (own.write(k, unit) for k, unit in enumerate(units)))
+    progress = Progress(source, units, choice.tokens, quiet)
     accounts: list[dict] = []
-    clock = told = time.monotonic()
-    both = lambda key: {side: sum(a[key][side] for a in accounts) for side in SIDES}
-    speed = lambda: sum(sum(a["tokens"].values()) for a in accounts if "found" not in a) / max(time.monotonic() - clock, 1e-9)  # of what was done now
-    with crew(workers, tokenizer.folder, making, choice, now) if workers > 1 else contextlib.nullcontext(lambda units: (own.write(*job) for job in enumerate(units))) as write:
+    with worker_pool(workers, tokenizer.folder, making, choice, now) if workers > 1 else here as write:
         for account in write(units):
             accounts.append(account)
-            total = both("tokens")["train"]
+            total = summed(accounts, "tokens")["train"]
             if choice.tokens and total >= choice.tokens:
                 if not own.trim(len(accounts) - 1, account, account["tokens"]["train"] - (total - choice.tokens)):
                     accounts.pop()
                 break
-            if not quiet and time.monotonic() - told > (1 if sys.stderr.isatty() else 30):
-                told = time.monotonic()
-                share = total / choice.tokens if choice.tokens else sum(sizes[:len(accounts)]) / sum(sizes)
-                fresh = sum(size for size, a in zip(sizes, accounts) if "found" not in a) / sum(sizes[:len(accounts)])
-                left = f"{(told - clock) / fresh * (1 / share - 1) / 60:.0f} min" if share and fresh else "?"
-                print(f"tokenising {source}: {share:.1%}, {total:,} training tokens, {speed():,.0f} tokens/s, left {left}",
-                      end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-    if not any(both("bytes").values()):
+            progress.show(accounts)
+    if not any(summed(accounts, "bytes").values()):
         for path in making.glob("*-*"):  # there is nothing in them to go on from
             path.unlink()
-        raise Refusal(f"data {source!r}: {'its first document has more than the --tokens asked for' if choice.tokens else 'no document in it that has text'}")
-    summary = dict(source=source, files=len(files), bytes=sum(both("bytes").values()), documents=both("documents"), tokens=both("tokens"),
-                   fingerprint=hashlib.sha256("".join(a["digest_train"] + a["digest_val"] for a in accounts).encode()).hexdigest()[:16],
-                   skipped=sum(a["skipped"] for a in accounts), separator_inside=sum(a["inside"] for a in accounts), choice=asdict(choice), **begun, **own.metadata)
-    if choice.chats:
-        summary["assistant"] = both("assistant")
-    if source.startswith("hub:"):
-        summary["commit"] = re.search(r"@([^/]+)/", files[0][1]).group(1)
-    if source == "stdlib":
-        summary["python"] = sys.version.split()[0]
+        raise Refusal(f"data {source!r}: " + ("its first document has more than the --tokens asked for" if choice.tokens else "no document in it that has text"))
+    summary = summary_of(accounts, source, files, choice) | begun | own.metadata
     for path in making.glob("*-*"):
         if path.suffix != ".safetensors" or int(path.stem.partition("-")[2]) >= len(accounts):
             path.unlink()  # the accounts are summed up; shards beyond the budget are not part of it
     write_whole(making / "tokens.json", json.dumps(summary, indent=2) + "\n")
     if not quiet:
-        tell(summary, out, speed(), workers)
+        tell(summary, out, progress.speed(accounts), workers)
+
+
+def summed(accounts: list[dict], key: str) -> dict[str, int]:
+    return {side: sum(account[key][side] for account in accounts) for side in SIDES}
+
+
+def summary_of(accounts: list[dict], source: str, files: list, choice: Choice) -> dict:
+    """What tokens.json says of the data; the rest of it is how they were made."""
+    whole = hashlib.sha256("".join(a["digest_train"] + a["digest_val"] for a in accounts).encode())
+    summary = dict(source=source, files=len(files), bytes=sum(summed(accounts, "bytes").values()), documents=summed(accounts, "documents"),
+                   tokens=summed(accounts, "tokens"), fingerprint=whole.hexdigest()[:16], skipped=sum(a["skipped"] for a in accounts),
+                   separator_inside=sum(a["inside"] for a in accounts), choice=asdict(choice))
+    if choice.chats:
+        summary["assistant"] = summed(accounts, "assistant")
+    if source.startswith("hub:"):
+        summary["commit"] = re.search(r"@([^/]+)/", files[0][1]).group(1)
+    if source == "stdlib":
+        summary["python"] = sys.version.split()[0]
+    return summary
+
+
+class Progress:
+    """A line on stderr while units are done: once a second on a terminal, twice a minute in a log."""
+
+    def __init__(self, source: str, units: list[list[Part]], budget: int, quiet: bool):
+        self.source, self.budget, self.quiet = source, budget, quiet
+        self.sizes = [sum(part.end - part.begin for part in unit) for unit in units]
+        self.begun = self.told = time.monotonic()
+
+    def speed(self, accounts: list[dict]) -> float:
+        """Tokens a second, of what was done now and not found."""
+        return sum(sum(a["tokens"].values()) for a in accounts if "found" not in a) / max(time.monotonic() - self.begun, 1e-9)
+
+    def show(self, accounts: list[dict]) -> None:
+        terminal = sys.stderr.isatty()
+        if self.quiet or time.monotonic() - self.told <= (1 if terminal else 30):
+            return
+        self.told = time.monotonic()
+        total, done = summed(accounts, "tokens")["train"], self.sizes[:len(accounts)]
+        share = total / self.budget if self.budget else sum(done) / sum(self.sizes)
+        fresh = sum(size for size, a in zip(done, accounts) if "found" not in a) / sum(done)
+        left = f"{(self.told - self.begun) / fresh * (1 / share - 1) / 60:.0f} min" if share and fresh else "?"
+        print(f"tokenising {self.source}: {share:.1%}, {total:,} training tokens, {self.speed(accounts):,.0f} tokens/s, left {left}",
+              end="\r" if terminal else "\n", file=sys.stderr, flush=True)
 
 
 def tell(summary: dict, out: Path, speed: float, workers: int) -> None:
@@ -334,7 +189,7 @@ def tell(summary: dict, out: Path, speed: float, workers: int) -> None:
 
 
 @contextlib.contextmanager
-def alone(making: Path, quiet: bool):
+def folder_lock(making: Path, quiet: bool):
     """Hold the folder in the making; a second process waits, and then finds what the first has done. A folder with nothing in it goes."""
     while True:
         making.mkdir(parents=True, exist_ok=True)

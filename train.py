@@ -36,7 +36,7 @@ from distill import IGNORE, Objective, losses
 from flags import Args, network, parse, teacher_dtypes
 from model import Transformer
 from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
-from prepare import Choice
+from shards import Choice
 from session import Place, Session, find_place
 from teachers import Refusal, read_json, resolve
 from tokenizer import Tokenizer

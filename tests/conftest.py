@@ -17,7 +17,7 @@ import runs
 import train
 from config import Config
 from model import Transformer
-from prepare import held_out
+from shards import held_out
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,7 +28,8 @@ import runs
 import sources
 import train
 from data import Tokens
-from prepare import FORMAT, Choice, digest, prepare
+from prepare import prepare
+from shards import FORMAT, Choice, digest
 from teachers import Refusal, plain
 from tokenizer import Tokenizer
 

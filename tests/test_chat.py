@@ -12,7 +12,8 @@ import chat
 import sources
 from data import Tokens
 from distill import IGNORE
-from prepare import FORMAT, Choice, digest, held_out, prepare
+from prepare import prepare
+from shards import FORMAT, Choice, digest, held_out
 from teachers import Refusal
 from tokenizer import Tokenizer
 

@@ -27,7 +27,8 @@ import runs
 from data import Tokens
 from config import Config
 from model import Transformer, rope_frequencies
-from prepare import Choice, Scribe, prepare
+from prepare import prepare
+from shards import Choice, ShardWriter
 from teachers import Refusal, read_json
 from test_chat import TEMPLATES
 from test_core import clone_of
@@ -106,8 +107,8 @@ def read_back(folder, seq_len, tokenizer):
 def test_a_shard_gives_what_was_written_or_is_refused(place, value):
     vocab, ids, mask, seq_len, damage, known = value
     tokenizer, file = Numbers(vocab), place / "train-00000.safetensors"
-    scribe = Scribe(tokenizer, place, Choice(chats=mask is not None), datetime(2026, 1, 1))
-    scribe.save(0, "train", np.array(ids, np.uint32), np.array(mask or [], np.uint8), {"tokens": {}, "assistant": {}})
+    writer = ShardWriter(tokenizer, place, Choice(chats=mask is not None), datetime(2026, 1, 1))
+    writer.save(0, "train", np.array(ids, np.uint32), np.array(mask or [], np.uint8), {"tokens": {}, "assistant": {}})
     windows = [range(i * seq_len, (i + 1) * seq_len + 1) for i in range((len(ids) - 1) // seq_len)]
     expected = [([ids[k] for k in w], [ids[k] if mask is None or mask[k] else -100 for k in w[1:]]) for w in windows]
     assert read_back(place, seq_len, tokenizer) == expected

@@ -14,10 +14,11 @@ import pytest
 from pyarrow import parquet
 from safetensors.numpy import load_file
 
-import prepare as preparing
+import shards
 import sources
 from data import Tokens, main
-from prepare import Choice, held_out, prepare
+from prepare import prepare
+from shards import Choice, held_out
 from sources import CHAT_COLUMNS, Bad, read, source_files, units_of
 from teachers import Refusal
 from test_chat import TEMPLATES, home, jsonl, model, talk
@@ -408,7 +409,7 @@ def test_what_a_killed_process_finished_is_not_done_again(tmp_path, monkeypatch)
     assert 2 <= done < len(units_of(source_files(source))) and not (tmp_path / "out").exists()
     (making / "train-99999.safetensors").write_bytes(b"left over")
     read_now = []
-    monkeypatch.setattr(preparing, "read", lambda part, *rest: read_now.append(part) or read(part, *rest))
+    monkeypatch.setattr(shards, "read", lambda part, *rest: read_now.append(part) or read(part, *rest))
     assert contents(prepare(source, TINY, tmp_path / "out", quiet=True, workers=1)) == whole
     assert len(read_now) == len(units_of(source_files(source))) - done and not making.exists()
 
