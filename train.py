@@ -35,7 +35,7 @@ from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
 from distill import IGNORE, Objective, evaluate, losses
 from config import Config
 from model import Transformer
-from flags import Args, network, objective_of, parse, teacher_dtypes
+from flags import Args, launched, network, objective_of, parse, teacher_dtypes
 from optimizer import gathered, learning_rate, make_optimizer, resume, training_state
 from prepare import Choice
 from teachers import Refusal, read_json, resolve
@@ -60,14 +60,22 @@ class Place:
         """On the device, without a wait for what it is at."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
+    def __str__(self) -> str:
+        return f"{self.device.type}, {'autocast to bfloat16' if self.autocast else 'float32'}"
+
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            watch.tell(text)
 
 
 def find_place(args: Args) -> Place:
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    told = launched()
+    rank, world, local = (told.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
+    if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise Refusal(f"WORLD_SIZE={world} in the environment, but not RANK, MASTER_ADDR and MASTER_PORT too; start several ranks with torchrun, or unset it for one")
+    if cuda and local >= torch.cuda.device_count():
+        raise Refusal(f"rank {rank} is the {local + 1}th of this machine, which has {torch.cuda.device_count()} GPUs; give torchrun --nproc_per_node={torch.cuda.device_count()}")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -166,12 +174,13 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     tokenizer = Tokenizer(folder)
     tokenizer.must_fit(shape.vocab_size, folder)
     choice = Choice(chats=args.stage == "sft")
-    if place.rank == 0:
+    found = runs.shards_of(Path(args.out)) if args.resume else None
+    if place.rank == 0 and not found:
         prepared(args.data, tokenizer, choice=choice)
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
-    folders, weights = prepared(args.data, tokenizer, quiet=True, choice=choice)
-    source = describe(args.data, folders)
+    folders, weights = found or prepared(args.data, tokenizer, quiet=True, choice=choice)
+    source = describe(args.data, folders) | dict(folders=list(map(str, folders)), weights=weights)
     if args.doc_mask and any(part.get("separator_inside") for part in source.get("parts", [source])):
         raise Refusal(f"--doc-mask: the chat template writes the separator inside the chats of {args.data}, so where one ends cannot be told; leave --doc-mask out")
     return (tokenizer, source, open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
@@ -187,7 +196,8 @@ def main(argv: list[str] | None = None) -> None:
     place = find_place(args)
 
     folder, origin = resolve(network(args), args.revision or None)
-    args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
+    if not Path(network(args)).is_dir():
+        args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
     shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
@@ -198,18 +208,22 @@ def main(argv: list[str] | None = None) -> None:
         raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(loop).removeprefix('torch.')} those of {folder} would be others: "
                       "give --teacher-dtype float32, or --bases compact")
     teacher = Transformer.from_pretrained(folder, start, str(place.device)).requires_grad_(False) if distil else None
-    identity = dict(teacher=origin, data=source, ranks=place.world)
+    identity = dict(teacher=origin, **({"teacher_weights": runs.weights_of(folder)} if distil else {}), data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
+        if told := runs.elsewhere(run, str(place)):
+            place.say(told)
 
     with runs.lock(run) if place.rank == 0 else contextlib.nullcontext():
+        if place.rank == 0:
+            runs.check_folder(run, args.resume)  # another process may have had the folder meanwhile
         calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
         calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
         if distil:
             teacher.to(loop)
         if place.rank == 0 and not args.resume:
-            runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
+            runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32), str(place))
         stopped = carry_out(args, run, place, clone, teacher, tokenizer, train,
                             lambda: held.spread(max(1, args.eval_tokens // args.seq_len), max(1, 2048 // args.seq_len)))
     if place.world > 1:
@@ -239,22 +253,22 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": sum(p.numel() for p in clone.coordinates().values())}
     place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
               f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {step_tokens:,} tokens a step, {args.steps} steps; "
-              f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
+              f"{place}")
 
     def score(model: Transformer) -> dict[str, float]:
         with place.precision():
             return evaluate(model, teacher, held_batches(), real_vocab=tokenizer.vocab_size if distil else None, separator=objective.separator)
 
     def report(step: int) -> None:
-        figures = score(student)
+        figures = watch.must_be_finite(score(student), step)
         runs.append_metrics(run, {"step": step, "tokens": step * step_tokens} | figures)
         place.say(f"step {step:>6}/{args.steps}  held-out: " + "  ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in figures.items()))
 
     if place.rank == 0 and args.resume:
-        runs.cut_metrics(run, begun)
+        runs.cut_metrics(run, begun, place.say)
     elif place.rank == 0:
         if distil:
-            runs.append_metrics(run, {"step": 0, "teacher": score(teacher)})
+            runs.append_metrics(run, {"step": 0, "teacher": watch.must_be_finite(score(teacher), 0, "the teacher's")})
         report(0)
 
     with watch.stop_requests() as asked:
@@ -263,7 +277,7 @@ def carry_out(args: Args, run: Path, place: Place, clone: lrc.Clone, teacher: Tr
         dist.barrier()
     if stop or asked and place.rank == 0:
         if place.rank == 0:
-            print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(run)}, and train.py --resume --out {run} goes on", file=sys.stderr)
+            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(run)}, and train.py --resume --out {run} goes on", sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
         finish(run, args.keep, place, size, tokenizer, {"teacher": teacher, "student": student}, next(held_batches())[0][:1])
@@ -326,17 +340,23 @@ def finish(run: Path, keep: int, place: Place, size: dict[str, int], tokenizer: 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, watch.interrupt)
+    watch.interruptible()
+    for screen in (sys.stdout, sys.stderr):
+        if screen:  # None where it was closed
+            screen.reconfigure(errors="backslashreplace")  # a sample holds what this screen may have no letters for
     try:
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            sys.exit(f"error: out of memory ({' '.join(str(error).split())[:200]}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
+                     "--shard-optimizer, which a --resume may add, take less and give the same numbers")
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest checkpoint ({str(error).splitlines()[0]})")
     except KeyboardInterrupt as interrupted:
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
-                  "there is none", file=sys.stderr)
+            watch.tell("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
+                       "there is none", sys.stderr)
         sys.exit(128 + (interrupted.args or (signal.SIGINT,))[0])

@@ -153,7 +153,7 @@ def said(screen):
 
 @pytest.mark.parametrize("number, module, name, count, last", [
     (signal.SIGTERM, data.Tokens, "batch", 3, 3), (signal.SIGINT, data.Tokens, "batch", 3, 3),
-    (signal.SIGTERM, data.Tokens, "batch", 1, 1),
+    (signal.SIGTERM, data.Tokens, "batch", 1, 1), (signal.SIGHUP, data.Tokens, "batch", 3, 3),
     (signal.SIGTERM, distill, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
     (signal.SIGTERM, runs, "save_checkpoint", 1, 3),    # that of step 2
     (signal.SIGTERM, runs, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
@@ -214,6 +214,46 @@ def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):
     with watch.stop_requests():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_hangup_is_a_request_to_stop_unless_it_is_ignored():
+    usual = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)
+    try:
+        for ignored in (False, True):  # True: under nohup
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            watch.interruptible()
+            with watch.stop_requests() as asked:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert asked == [signal.SIGHUP] * (not ignored)
+            if not ignored:  # outside the loop, at once
+                with pytest.raises(KeyboardInterrupt) as interrupted:
+                    os.kill(os.getpid(), signal.SIGHUP)
+                assert interrupted.value.args == (signal.SIGHUP,)
+    finally:
+        signal.signal(signal.SIGHUP, usual[0]), signal.signal(signal.SIGTERM, usual[1])
+
+
+def test_ctrl_c_that_also_ends_the_reader_of_the_screen_still_lets_the_step_finish():
+    """`train.py 2>&1 | tee log`: tee is gone before the word about Ctrl-C can be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    screen = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with watch.stop_requests() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen), os.close(writer)
+    assert asked == [signal.SIGINT]
+
+
+def test_a_screen_that_takes_no_more_lines_ends_no_run(monkeypatch, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        for line in ("one", "two"):
+            watch.tell(line)
+    assert capsys.readouterr().err == "stdout takes no more lines (No space left on device); the run goes on without them, metrics.jsonl has the figures\n"
 
 
 @pytest.mark.slow
@@ -335,11 +375,14 @@ def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, strai
     out = tmp_path / "run"
     shutil.copytree(straight, out)
     cut(out / "checkpoint" / "step-0000006" / "state.safetensors")
-    with pytest.raises(Refusal, match=f"leave --resume out and delete {out}/checkpoint$"):
+    with pytest.raises(Refusal, match=f"leave --resume out and delete {out}/checkpoint and {out}/student$"):
         train.main(["--resume", "--out", str(out)])
     with pytest.raises(Refusal, match="already holds a run"):
         train.main(command(little, out, *SIX))
     shutil.rmtree(out / "checkpoint")
+    with pytest.raises(Refusal, match="holds a finished student whose checkpoints are gone"):
+        train.main(command(little, out, *SIX))
+    shutil.rmtree(out / "student")
     train.main(command(little, out, *SIX))
     same_end(straight, out)
 
@@ -356,6 +399,32 @@ def test_what_claims_a_later_step_than_the_one_written_never_crowds_it_out(tmp_p
     for step in (2, 9, 4):
         runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)}, keep=2)
     assert checkpoints(tmp_path) == ["step-0000002", "step-0000004"]
+
+
+def test_numbers_that_no_resume_would_take_are_not_saved(tmp_path):
+    (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
+    good = {"a": torch.zeros(2)}
+    runs.save_checkpoint(tmp_path, dict(step=1, tokens=0), good, good)
+    for bad in (float("inf"), float("nan")):
+        for pair in (({"b": torch.tensor([0, bad])}, good), (good, {"b": torch.tensor([0, bad])})):
+            with pytest.raises(Refusal, match="^step 2: b holds NaN or infinity"):
+                runs.save_checkpoint(tmp_path, dict(step=2, tokens=0), *pair)
+    assert checkpoints(tmp_path) == ["step-0000001"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_yet_is_told_and_goes_later(tmp_path, monkeypatch, capsys):
+    """As on a network disk, while somebody reads in it."""
+    (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
+    save = lambda step: runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)})
+    save(1)
+    real = shutil.rmtree
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", lambda path, *more, **named: real(path, *more, **named) if Path(path).name != "step-0000001" else os.rmdir(path))
+        save(2)
+    assert capsys.readouterr().err == f"{tmp_path}/checkpoint/step-0000001: cannot be removed yet (Directory not empty)\n"
+    assert runs.newest_checkpoint(tmp_path).name == "step-0000002"
+    save(3)
+    assert checkpoints(tmp_path) == ["step-0000003"]
 
 
 # --------------------------------------------------------------------------------------- who may write

@@ -516,10 +516,31 @@ def test_a_folder_that_is_no_run_or_that_another_process_trains_in_is_refused(te
 
 
 @pytest.mark.parametrize("flags", [["--warmup", "2"], ["--warmup", "nan"], ["--seed", "-1"], ["--w-kl", "-1"], ["--w-align", "-0.5"], ["--clip", "nan"],
-                                   ["--temperature", "0"], ["--eval-tokens", "0"], ["--w-kl", "0", "--w-ce", "0", "--w-align", "0"]])
+                                   ["--temperature", "1e200"], ["--w-align", "inf"], ["--seed", str(2 ** 63)], ["--steps", "1" + "0" * 400], ["--steps", "10000000"],
+                                   ["--lr", "1e300"], ["--temperature", "0"], ["--eval-tokens", "0"], ["--w-kl", "0", "--w-ce", "0", "--w-align", "0"]])
 def test_numbers_that_cannot_be_meant_are_refused_by_flag(flags):
     with pytest.raises(Refusal, match=flags[0]):
         train.parse(flags)
+
+
+@pytest.mark.parametrize("told, words", [
+    (dict(RANK="3"), "RANK=3 in the environment is no place among ranks"), (dict(RANK="2", WORLD_SIZE="2"), "no place among ranks"), (dict(WORLD_SIZE="0"), "no place among ranks"),
+    (dict(RANK="x"), "no place among ranks"), (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment, but not RANK, MASTER_ADDR and MASTER_PORT")])
+def test_an_environment_that_is_no_place_among_ranks_is_refused(monkeypatch, told, words):
+    """A rank above 0 of one would train in silence and write nothing."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal, match=words):
+        train.find_place(train.parse([]))
+
+
+def test_an_empty_word_in_the_environment_is_none(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    place = train.find_place(train.parse([]))
+    assert (place.rank, place.world) == (0, 1)
 
 
 @pytest.mark.parametrize("zero", ["mlp.gate_proj", "self_attn.o_proj", "self_attn.q_proj"])
