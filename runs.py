@@ -341,7 +341,8 @@ def draw_curves(run: Path) -> None:
         if points:
             left.plot(*zip(*points), label=name, linewidth=2 if name == "loss" else 1)
     left.set(xlabel="step", ylabel="training loss by term", yscale="log")
-    left.legend()
+    if left.lines:
+        left.legend()
     right.plot([r["step"] for r in evals], [r["val_ce"] for r in evals], "o-", color="C0", label="student, held-out CE")
     if evals and "val_kl" in evals[0]:
         right.plot([r["step"] for r in evals], [r["val_kl"] for r in evals], "s-", color="C1", label="KL(teacher || student)")

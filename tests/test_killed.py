@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_resume import same_end, timeless
 from test_train import built, command
 
@@ -325,6 +325,23 @@ def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tm
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_calibration_takes_the_room_of_both_streams_before_it_writes_in_one(tmp_path):
+    """A mapped file that finds no room is a SIGBUS: each of two fits, both do not."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        first = lrc.mapped(disk / "one", 800, 200)
+        with pytest.raises(Refusal, match="set TMPDIR to another place"):
+            lrc.mapped(disk / "two", 800, 200)
+        first.fill_(1.0)
+        assert not (disk / "one").exists()  # so that a kill leaves nothing
+        del first
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 # ------------------------------------------------------------------------------ incomplete checkpoints
 
 
@@ -369,6 +386,47 @@ def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare,
     train.main(["--resume", "--out", str(out)])
     assert "step-0000006/state.json" in capsys.readouterr().out
     same_end(all_kept, out)
+
+
+def test_the_checkpoint_of_another_run_is_named_and_not_taken(little, all_kept, tmp_path, bare, capsys):
+    """The same shapes, the same teacher and text, another seed: nothing but its run tells it apart."""
+    other, out = tmp_path / "other", tmp_path / "run"
+    train.main(command(little, other, *SIX, "--seed", "7"))
+    shutil.copytree(all_kept, out)
+    shutil.rmtree(out / "checkpoint" / "step-0000006")
+    shutil.copytree(other / "checkpoint" / "step-0000006", out / "checkpoint" / "step-0000006")
+    capsys.readouterr()
+    train.main(["--resume", "--out", str(out)])
+    assert "passed over, no complete checkpoint of this run: " in (screen := capsys.readouterr().out) and "step-0000006/state.json: of run" in screen
+    same_end(all_kept, out)
+
+
+@pytest.mark.parametrize("change, words", [(lambda t: t.pop("norm.weight"), "tensor norm.weight is missing"),
+                                           (lambda t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight has shape \(5,\)")])
+def test_a_checkpoint_whose_student_is_not_that_of_its_state_is_refused_by_name(all_kept, tmp_path, change, words):
+    out = tmp_path / "run"
+    shutil.copytree(all_kept, out)
+    file = out / "checkpoint" / "step-0000006" / "student.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(Refusal, match=f"student.safetensors: {words}"):
+        train.main(["--resume", "--out", str(out)])
+
+
+@pytest.mark.parametrize("step, lost, left", [(6, 6, []), (4, 4, [5, 6])])
+def test_metrics_that_are_gone_are_told_and_the_run_goes_on(all_kept, tmp_path, capsys, monkeypatch, step, lost, left):
+    out = tmp_path / "run"
+    if left:
+        monkeypatch.setattr(runs, "draw_curves", lambda run: None)  # without a point they are drawn too
+    shutil.copytree(all_kept, out)
+    for k in range(step + 1, 7):
+        shutil.rmtree(out / "checkpoint" / f"step-{k:07d}")
+    (out / "metrics.jsonl").unlink()
+    train.main(["--resume", "--out", str(out)])
+    screen = capsys.readouterr().out
+    assert f"metrics.jsonl: {lost} of the {step} steps up to the checkpoint are not in it" in screen and "student, step 0" not in screen
+    assert steps_of(out) == left
 
 
 def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, straight, tmp_path, bare):
