@@ -74,7 +74,7 @@ def surroundings(device: str = "cpu") -> dict:
         return done.stdout.strip() if done.returncode == 0 else None
     try:
         state = {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain"))}
-    except FileNotFoundError:
+    except OSError:  # none here, or not for this user
         state = {"git_commit": None, "git_dirty": None}
     return state | {"python": platform.python_version(), "torch": torch.__version__, "device": device, "threads": torch.get_num_threads(),
                     "platform": platform.platform()}
@@ -168,7 +168,6 @@ def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed
             raise Refusal(f"step {state['step']}: {name} holds NaN or infinity after the update. It is not saved, the newest checkpoint is from before it; "
                           "begin anew with a smaller --lr or a longer --warmup")
     folder = run / "checkpoint" / f"step-{state['step']:07d}"
-    state = state | {"run": read_json(run / "config.json").get("run")}
     making = folder.with_name(f"{folder.name}.tmp")
     with writing(folder, partial=making):
         shutil.rmtree(making, ignore_errors=True)

@@ -72,15 +72,16 @@ def find_place(args: Args) -> Place:
     told = launched()
     rank, world, local = (told.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
-    if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise Refusal(f"WORLD_SIZE={world} in the environment, but not RANK, MASTER_ADDR and MASTER_PORT too; start several ranks with torchrun, or unset it for one")
-    if cuda and local >= torch.cuda.device_count():
-        raise Refusal(f"rank {rank} is the {local + 1}th of this machine, which has {torch.cuda.device_count()} GPUs; give torchrun --nproc_per_node={torch.cuda.device_count()}")
+    if cuda and 0 < (gpus := torch.cuda.device_count()) <= local:
+        raise Refusal(f"rank {rank}: this machine has {gpus} GPU{'s' * (gpus > 1)}, too few for LOCAL_RANK={local}; give torchrun --nproc_per_node={gpus}")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+        except ValueError as error:  # an environment variable is missing or no number
+            raise Refusal(f"WORLD_SIZE={world}, but {error}; start several ranks with torchrun, or unset WORLD_SIZE for one") from None
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
     return Place(device, rank, world, torch.bfloat16 if half else None)
 
@@ -291,6 +292,7 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
     begun, step_tokens, stop = step, args.batch_size * args.seq_len * args.accum * place.world, False
     spent = 0.0  # seconds of training alone
     recent = watch.recall(runs.read_metrics(run), step)
+    stamp = runs.read_record(run).get("run") if place.rank == 0 else None
     while step < args.steps and not stop:
         clock = time.perf_counter()
         micro = [train.batch(place_in_order(step, m, place.rank, args.accum, place.world, args.batch_size), args.batch_size)
@@ -322,7 +324,7 @@ def loop(args: Args, run: Path, place: Place, clone: lrc.Clone, optimizer, net, 
         if evaluates:
             report(step)
         if saves:
-            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens}, state, clone.weights, args.keep)
+            runs.save_checkpoint(run, {"step": step, "tokens": step * step_tokens, "run": stamp}, state, clone.weights, args.keep)
     return step, stop
 
 

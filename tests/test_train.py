@@ -525,14 +525,22 @@ def test_numbers_that_cannot_be_meant_are_refused_by_flag(flags):
 
 @pytest.mark.parametrize("told, words", [
     (dict(RANK="3"), "RANK=3 in the environment is no place among ranks"), (dict(RANK="2", WORLD_SIZE="2"), "no place among ranks"), (dict(WORLD_SIZE="0"), "no place among ranks"),
-    (dict(RANK="x"), "no place among ranks"), (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment, but not RANK, MASTER_ADDR and MASTER_PORT")])
+    (dict(RANK="x"), "no place among ranks"), (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2, but .*MASTER_ADDR expected")])
 def test_an_environment_that_is_no_place_among_ranks_is_refused(monkeypatch, told, words):
     """A rank above 0 of one would train in silence and write nothing."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Refusal, match=words):
+        train.find_place(train.parse([]))
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(Refusal, match="rank 0: this machine has 8 GPUs, too few for LOCAL_RANK=8; give torchrun --nproc_per_node=8"):
         train.find_place(train.parse([]))
 
 
