@@ -67,7 +67,7 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
         student.save_pretrained(making, dtype)
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, making / file.name)
-        (making / "README.md").write_text(about, encoding="utf-8")
+        (making / "README.md").write_text(about, encoding="utf-8", errors="backslashreplace")  # a file's name may be no text
         swap(making, out)
     finally:
         shutil.rmtree(making, ignore_errors=True)

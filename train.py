@@ -352,7 +352,7 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            sys.exit(f"error: out of memory ({' '.join(str(error).split())[:200]}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
+            sys.exit(f"error: out of memory ({' '.join(str(error).split())[:200] or 'the host has no more'}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
                      "--shard-optimizer, which a --resume may add, take less and give the same numbers")
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise

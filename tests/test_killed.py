@@ -1,8 +1,10 @@
 """Stopped at any moment: by SIGKILL, by SIGTERM and Ctrl-C, by a full disk; what is left goes on to the same end, bit for bit."""
+import json
 import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -214,6 +216,24 @@ def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):
     with watch.stop_requests():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_source_whose_name_is_no_text_does_not_keep_the_student_from_being_written(straight, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    record = json.loads((out / "config.json").read_text())
+    record["data"]["source"] = os.fsdecode(b"text-\xff.jsonl")
+    (out / "config.json").write_text(json.dumps(record))
+    assert "text-\\udcff.jsonl" in (merge.export(out) / "README.md").read_text(encoding="utf-8")
+
+
+def test_sigterm_ends_a_merge_in_one_line_with_nothing_half(straight, tmp_path):
+    def work():
+        sys.argv = ["merge.py", str(straight), "--out", str(tmp_path / "out")]
+        at(3, shutil, "copyfile", send(signal.SIGTERM))
+        runpy.run_path(str(ranks.ROOT / "merge.py"), run_name="__main__")
+    assert ranks.end(ranks.fork(work, tmp_path / "log")) == 1 and (tmp_path / "log").read_text() == "interrupted; nothing was written\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_hangup_is_a_request_to_stop_unless_it_is_ignored():

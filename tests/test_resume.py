@@ -146,18 +146,17 @@ def test_a_teacher_whose_weights_were_changed_in_place_is_refused(little, tmp_pa
         train.main(["--resume", "--out", str(tmp_path / "again")])
 
 
-def test_a_source_that_has_changed_or_gone_is_not_needed_again(little, tmp_path, bare):
+def test_a_source_that_is_gone_is_not_needed_again(little, tmp_path, bare):
     """The shards that the run began with are still there; a hub's set may have moved on in the same way."""
     text, out = tmp_path / "text.jsonl", tmp_path / "run"
     shutil.copy(little / "text.jsonl", text)
     argv = command(little, out, *EVERY)
     argv[argv.index("--data") + 1] = str(text)
     train.main(argv)
-    for k, change in enumerate((lambda: text.write_text('{"text": "another"}\n' * 400), text.unlink)):
-        change()
-        back_to(3, out, tmp_path / f"again{k}")
-        train.main(["--resume", "--out", str(tmp_path / f"again{k}")])
-        same_end(out, tmp_path / f"again{k}")
+    text.unlink()
+    back_to(3, out, tmp_path / "again")
+    train.main(["--resume", "--out", str(tmp_path / "again")])
+    same_end(out, tmp_path / "again")
     back_to(3, out, tmp_path / "last")
     shutil.rmtree(tmp_path / "tokens")  # now it is needed
     with pytest.raises(Refusal, match="no such file or folder"):

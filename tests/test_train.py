@@ -493,6 +493,26 @@ def test_a_damaged_checkpoint_is_refused_by_name(teacher_folder, tmp_path):
         train.main(["--resume", "--out", str(out)])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")])
+def test_too_little_memory_is_one_line(teacher_folder, tmp_path, error):
+    def scarce(rank):
+        def batch(*args):
+            raise error
+        data.Tokens.batch = batch
+    codes, (screen,) = ranks.run(command(teacher_folder, tmp_path / "run", "--init", "orthonormal"), tmp_path / "log", before=scarce)
+    assert codes == [1] and screen.splitlines()[-1].startswith("error: out of memory (") and "--checkpointing" in screen and "Traceback" not in screen
+
+
+def test_a_sample_that_the_screen_has_no_letters_for_is_written_all_the_same(teacher_folder, tmp_path):
+    """The last lines of a run of days, on a screen that is not UTF-8."""
+    def ascii_screen(rank):
+        sys.stdout = open(1, "w", encoding="ascii", closefd=False)
+        runs.draw_curves = lambda run: None
+        runs.table = lambda *args: "\u00fc"
+    codes, (screen,) = ranks.run(command(teacher_folder, tmp_path / "run", "--init", "orthonormal", "--steps", "1"), tmp_path / "log", before=ascii_screen)
+    assert codes == [0] and "\\xfc" in screen
+
+
 def test_an_error_is_one_line_and_a_nonzero_exit(tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--teacher", "no/such model"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
