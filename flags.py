@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -145,13 +144,19 @@ def network(args: Args) -> str:
     return args.init if args.stage == "sft" else args.teacher
 
 
+def launched() -> dict[str, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK, as far as the environment has them: what torchrun tells a process about its place."""
+    told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)}
+    if not all(value.isdecimal() for value in told.values()) or int(told.get("RANK", 0)) >= int(told.get("WORLD_SIZE", 1)):
+        raise Refusal(f"{' '.join(f'{name}={value}' for name, value in told.items())} in the environment is no place among ranks; start several with torchrun, or unset them")
+    return {name: int(value) for name, value in told.items()}
+
+
 def ranks(args: Args) -> int:
     """How many ranks the run has, or with --plan is counted with."""
     if args.plan and args.gpus:
         return args.gpus
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return 8 if args.plan and args.preset == "paper" else 1
+    return launched().get("WORLD_SIZE") or (8 if args.plan and args.preset == "paper" else 1)
 
 
 def follow_paper(args: Args, given: dict) -> None:
@@ -244,12 +249,13 @@ def check(args: Args) -> None:
     if args.stage == "distill" and args.init not in STARTS:
         raise Refusal(f"--init {args.init}: one of {', '.join(STARTS)}; a model to fine-tune goes with --stage sft")
     at_least_1 = ("steps", "batch_size", "seq_len", "accum", "eval_every", "save_every", "log_every", "eval_tokens", "calibration_tokens", "keep", "check_ranks")
-    ranges = {**dict.fromkeys(at_least_1, (1, math.inf)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay", "seed", "width", "gpus"), (0, math.inf)),
-              **dict.fromkeys(("clip", "temperature", "gpu_memory"), (1e-30, math.inf)), "warmup": (0, 1), "mfu": (1e-30, 1)}
+    most = 1e30
+    ranges = {**dict.fromkeys(at_least_1, (1, 10 ** 15)), **dict.fromkeys(("lr", "w_kl", "w_ce", "weight_decay"), (0, most)), **dict.fromkeys(("width", "gpus"), (0, 10 ** 15)),
+              **dict.fromkeys(("clip", "gpu_memory"), (1e-30, most)), "temperature": (1e-30, 1e15), "warmup": (0, 1), "mfu": (1e-30, 1),
+              "steps": (1, 9_999_999), "seed": (0, 2 ** 63 - 1)}  # T^2 is an fp32 number, a checkpoint's name has seven digits, a seed of PyTorch's 63 bits
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
-        if not low <= value <= high or math.isinf(value):
-            raise Refusal(f"--{name.replace('_', '-')} {value} is out of range: it must be {'positive' if low == 1e-30 else f'at least {low}'}"
-                          + (f" and at most {high}" if high == 1 else ""))
-    if not (args.w_align >= 0 or args.w_align == -1):
-        raise Refusal(f"--w-align {args.w_align} is out of range: at least 0, or -1 for the preset's")
+        if not low <= value <= high:
+            raise Refusal(f"--{name.replace('_', '-')} {value} is out of range: it must be {'positive' if low == 1e-30 else f'at least {low}'} and at most {high}")
+    if not (0 <= args.w_align <= most or args.w_align == -1):
+        raise Refusal(f"--w-align {args.w_align} is out of range: at least 0 and at most {most}, or -1 for the preset's")

@@ -19,8 +19,10 @@ Sources: Low-Rank Clone, arXiv 2505.12781; Train What You Deploy, arXiv 2609.020
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -259,12 +261,22 @@ def main_directions(teacher: Transformer, ids: Tensor, r: int, rope, chunks) -> 
 
 
 def mapped(file: Path, *shape: int) -> Tensor:
-    """An fp32 tensor that lives in a file."""
+    """An fp32 tensor that lives in a file. All its room is taken at once: a mapped file that finds none later kills the process."""
     needed, free = 4 * math.prod(shape), shutil.disk_usage(file.parent).free
-    if needed > free:  # a mapped file that finds no room kills the process
-        raise Refusal(f"{tempfile.gettempdir()}: calibrating on {math.prod(shape[:-1]):,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
-                      "make room, set TMPDIR to another place, or give fewer --calibration-tokens")
-    return torch.from_file(str(file), shared=True, size=math.prod(shape)).view(shape)
+    with file.open("wb") as made:
+        try:
+            if needed > free:
+                raise OSError(errno.ENOSPC, "")
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(made.fileno(), 0, needed)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that takes no room beforehand
+                raise Refusal(f"{tempfile.gettempdir()}: calibrating on {math.prod(shape[:-1]):,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
+                              "make room, set TMPDIR to another place, or give fewer --calibration-tokens") from None
+    tensor = torch.from_file(str(file), shared=True, size=math.prod(shape)).view(shape)
+    if os.name == "posix":
+        file.unlink()  # it lives as long as the tensor: a kill leaves nothing behind
+    return tensor
 
 
 def fit_read_out(teacher: Transformer, student: Transformer, h_T: Tensor, h_S: Tensor, Q: Tensor, chunks) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
         student.save_pretrained(making, dtype)
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, making / file.name)
-        (making / "README.md").write_text(about, encoding="utf-8")
+        (making / "README.md").write_text(about, encoding="utf-8", errors="backslashreplace")  # a file's name may be no text
         swap(making, out)
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -141,6 +142,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.dtype == "float16" and not arguments.gguf:
         parser.error("--dtype float16 goes with --gguf: transformers computes in the dtype of the file, and fp16 activations overflow; take bfloat16")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
     try:
         print((export_gguf if arguments.gguf else export)(arguments.run, arguments.out, getattr(torch, arguments.dtype)))
     except (Refusal, OSError) as error:

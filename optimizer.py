@@ -112,6 +112,7 @@ def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Calla
     runs.restore(f"{run}/checkpoint", wanted, tensors)
     clone.deploy()
     deployed = runs.read_tensors(folder / "student.safetensors")
+    runs.match(folder / "student.safetensors", clone.weights, deployed)
     for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
         if not torch.allclose(w.cpu(), deployed[name], rtol=0, atol=1e-4 * float(deployed[name].abs().max())):
             raise Refusal(f"{run}: the teacher's span for {name} comes out differently on this machine than where the run "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -38,10 +39,14 @@ from teachers import TOKENIZER, Refusal, read_json, write_whole
 
 def check_folder(run: Path, resume: bool) -> None:
     """Refuse to start over in a folder that holds a run, or that holds anything else."""
+    if not str(run).isprintable() and any("\ud800" <= c <= "\udfff" for c in str(run)):
+        raise Refusal(f"{run}: a run folder's name must be UTF-8, safetensors reads no other; choose another --out")
     if resume or not run.exists():
         return
     if newest_checkpoint(run):
         raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
+    if (run / "student").exists():
+        raise Refusal(f"{run} holds a finished student whose checkpoints are gone: choose another --out, or delete {run}/student to begin anew")
     if not run.is_dir() or any(p.name not in (".lock", "metrics.jsonl.tmp") for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
         raise Refusal(f"{run}: exists and is not a run folder; choose another --out")
 
@@ -55,21 +60,24 @@ def lock(run: Path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:  # Windows has no flock
         pass
-    except OSError:
+    except BlockingIOError:
         raise Refusal(f"{run}: another process is at work in this folder; wait for it or choose another --out") from None
+    except OSError as error:
+        print(f"{run}/.lock: this file system locks no files ({error.strerror}); see to it that no second process trains in this folder", file=sys.stderr)
     return file
 
 
-def surroundings() -> dict:
-    """Versions and git state, for config.json."""
+def surroundings(device: str = "cpu") -> dict:
+    """Versions, git state and what arithmetic depends on, for config.json."""
     def git(*words):
         done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
     try:
         state = {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain"))}
-    except FileNotFoundError:
+    except OSError:  # none here, or not for this user
         state = {"git_commit": None, "git_dirty": None}
-    return state | {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
+    return state | {"python": platform.python_version(), "torch": torch.__version__, "device": device, "threads": torch.get_num_threads(),
+                    "platform": platform.platform()}
 
 
 @contextlib.contextmanager
@@ -89,9 +97,19 @@ def writing(path: Path, partial: Path | None = None, then: str = "go on with --r
 TOKENIZER_FILES = (*TOKENIZER, "generation_config.json")
 
 
-def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) -> None:
+def weights_of(folder: Path) -> str:
+    """A digest of a model folder's shape and weights: another where any byte is."""
+    whole = hashlib.sha256()
+    for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        with file.open("rb") as opened:
+            whole.update(hashlib.file_digest(opened, "sha256").digest())
+    return whole.hexdigest()[:16]
+
+
+def start(run: Path, args: dict, identity: dict, folder: Path, student: dict, device: str = "cpu") -> None:
     """Make the run folder: config.json, and the tokenizer files that the exported student will carry. `identity` is what a resumed
-    run must share besides the flags: teacher, data, ranks."""
+    run must share besides the flags: teacher, its weights, data, ranks."""
+    stamp = hashlib.sha256(json.dumps([args, identity]).encode()).hexdigest()[:16]  # by which a checkpoint knows its run
     with writing(run, then="begin again"):
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "metrics.jsonl", "")  # first: it is what check_folder knows a run by
@@ -99,7 +117,7 @@ def start(run: Path, args: dict, identity: dict, folder: Path, student: dict) ->
         for name in TOKENIZER_FILES:
             if (folder / name).exists():
                 shutil.copyfile(folder / name, run / "tokenizer" / name)
-        write_whole(run / "config.json", json.dumps(dict(args=args, **identity, student=student, **surroundings()), indent=2) + "\n")
+        write_whole(run / "config.json", json.dumps(dict(run=stamp, args=args, **identity, student=student, **surroundings(device)), indent=2) + "\n")
 
 
 def read_record(run: Path) -> dict:
@@ -116,16 +134,39 @@ def same(run: Path, identity: dict) -> None:
     """Refuse to resume with another teacher, other data or another number of ranks than the run began with."""
     record = read_record(run)
     for name, now in identity.items():
-        was, now = (x["fingerprint"] if name == "data" else x for x in (record[name], now))
+        was, now = (x["fingerprint"] if name == "data" else x for x in (record.get(name, now), now))  # runs from before weights had a digest lack it
         if was != now:
-            raise Refusal(f"{run}: the run began with {name} {was}, now it is {now}; resume with what it began with")
+            raise Refusal(f"{run}: the run began with {name.replace('_', ' ')} {was}, now it is {now}; resume with what it began with")
+
+
+def shards_of(run: Path) -> tuple[list[Path], list[float]] | None:
+    """The folders of shards that the run began with, and their weights, where all of them still stand: their sources may have changed since, or be out of
+    reach. That they hold what they did, `same` sees to."""
+    data = read_record(run)["data"]
+    folders, weights = data.get("folders"), data.get("weights")
+    if isinstance(folders, list) and folders and isinstance(weights, list) and len(weights) == len(folders) \
+            and all(isinstance(f, str) and (Path(f) / "tokens.json").exists() for f in folders) and all(type(w) is float and w > 0 for w in weights):
+        return list(map(Path, folders)), weights
+    return None
+
+
+def elsewhere(run: Path, device: str) -> str:
+    """A line on what arithmetic depends on and is another than where the run began; "" where nothing is."""
+    record, now = read_record(run), surroundings(device)
+    others = [f"{name} {now[name]} (was {record[name]})" for name in ("torch", "device", "threads", "git_commit") if record.get(name, now[name]) != now[name]]
+    return f"{run}: resumed with {', '.join(others)}: it goes on, perhaps not bit for bit as it would have there" if others else ""
 
 
 # ---------------------------------------------------------------------------------------- checkpoints
 
 
 def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor], keep: int = 1) -> None:
-    """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py."""
+    """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py. What no resume would
+    take, numbers that are not finite, is refused, and what was saved before stays."""
+    for name, t in (*tensors.items(), *deployed.items()):
+        if not t.isfinite().all():
+            raise Refusal(f"step {state['step']}: {name} holds NaN or infinity after the update. It is not saved, the newest checkpoint is from before it; "
+                          "begin anew with a smaller --lr or a longer --warmup")
     folder = run / "checkpoint" / f"step-{state['step']:07d}"
     making = folder.with_name(f"{folder.name}.tmp")
     with writing(folder, partial=making):
@@ -149,14 +190,22 @@ def keep_newest(folder: Path, keep: int) -> None:
     kept = [p for p in found if p.suffix != ".tmp" and p <= folder][-keep:]
     for old in found:
         if old not in kept:
-            shutil.rmtree(old)
+            remove(old)
+
+
+def remove(folder: Path) -> None:
+    """A folder that nothing needs any more. Where it cannot go (on a network disk, while somebody reads in it), that is told, and tried again later."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        print(f"{folder}: cannot be removed yet ({error.strerror})", file=sys.stderr)
 
 
 def tidy(run: Path, keep: int) -> None:
     """Remove what a kill left half done: older checkpoints half removed, a student half written."""
     keep_newest(find_checkpoint(run)[0], keep)
     for left in run.glob("student.*.tmp"):
-        shutil.rmtree(left)
+        remove(left)
 
 
 def settle(path: Path) -> None:
@@ -183,9 +232,9 @@ def find_checkpoint(run: Path, say=lambda text: print(text, file=sys.stderr)) ->
         try:
             return folder, read_state(folder)
         except Refusal as refusal:
-            say(f"passed over, not a complete checkpoint: {refusal}")
-    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out"
-                  + f" and delete {run}/checkpoint" * (newest_checkpoint(run) is not None))
+            say(f"passed over, no complete checkpoint of this run: {refusal}")
+    left = [f"{run}/checkpoint"] * (newest_checkpoint(run) is not None) + [f"{run}/student"] * (run / "student").exists()
+    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out" + f" and delete {' and '.join(left)}" * bool(left))
 
 
 def read_state(folder: Path) -> dict:
@@ -195,6 +244,8 @@ def read_state(folder: Path) -> dict:
     state = read_json(folder / "state.json")
     if not all(type(state.get(key)) is int for key in ("step", "tokens")) or folder.name != f"step-{state['step']:0>7}":
         raise Refusal(f"{folder / 'state.json'}: step or tokens is missing or no number, or the step is not that of the folder")
+    if state.get("run") != (record := read_json(folder.parent.parent / "config.json")).get("run"):
+        raise Refusal(f"{folder / 'state.json'}: of run {state.get('run')}, config.json is of run {record.get('run')}")
     for file in ("state", "student"):
         try:
             with safe_open(folder / f"{file}.safetensors", framework="pt"):  # compares the file's length with its header
@@ -211,8 +262,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise Refusal(f"{file}: cannot be read ({error})") from None
 
 
-def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
-    """Copy `source` into `target` in place; a missing, extra, misshapen or non-finite tensor is refused by name."""
+def match(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    """Refuse a `source` in which a tensor is missing, extra, misshapen or not finite, by name."""
     for name in sorted(target.keys() ^ source.keys()):
         raise Refusal(f"{where}: tensor {name} is {'missing' if name in target else 'not part of this mode and teacher'}")
     for name, tensor in target.items():
@@ -220,8 +271,14 @@ def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -
             raise Refusal(f"{where}: {name} has shape {tuple(source[name].shape)}, this run needs {tuple(tensor.shape)}")
         if not torch.isfinite(source[name]).all():
             raise Refusal(f"{where}: {name} holds NaN or infinity")
-        with torch.no_grad():
-            tensor.copy_(source[name])
+
+
+@torch.no_grad()
+def restore(where: Path, target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    """Copy `source` into `target` in place, once they match."""
+    match(where, target, source)
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
 
 
 # -------------------------------------------------------------------------------------------- metrics
@@ -250,18 +307,20 @@ def read_metrics(run: Path) -> list[dict]:
     return rows
 
 
-def cut_metrics(run: Path, step: int) -> None:
-    """Forget what was logged after the checkpoint that a run resumes from: those steps come again."""
-    kept = [json.dumps(row) for row in read_metrics(run) if row["step"] <= step]
+def cut_metrics(run: Path, step: int, say=print) -> None:
+    """Forget what was logged after the checkpoint that a run resumes from: those steps come again. Steps before it that are not there are told."""
+    kept = [row for row in read_metrics(run) if row["step"] <= step]
+    if lost := step - len({row["step"] for row in kept if "loss" in row or "skipped" in row}):
+        say(f"{run / 'metrics.jsonl'}: {lost} of the {step} steps up to the checkpoint are not in it; was it edited? The run goes on, its table and curves lack them")
     with writing(run / "metrics.jsonl"):
-        write_whole(run / "metrics.jsonl", "".join(line + "\n" for line in kept))
+        write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def table(run: Path, numbers: dict[str, int]) -> str:
     """The result of a run: held-out figures of the teacher, the student at step 0 and the student now."""
     rows = read_metrics(run)
     evals = [r for r in rows if "val_ce" in r]
-    lines = [("teacher", r["teacher"]) for r in rows if "teacher" in r] + [("student, step 0", evals[0]), (f"student, step {evals[-1]['step']}", evals[-1])]
+    lines = [("teacher", r["teacher"]) for r in rows if "teacher" in r] + [(f"student, step {row['step']}", row) for row in (*evals[:1], *evals[-1:])]
     text = [f"{'held-out':<20}{'CE':>9}{'KL to teacher':>15}{'top-1':>8}"]
     for name, row in lines:
         kl, top1 = (f"{row[k]:.4f}" if k in row else "-" for k in ("val_kl", "val_top1"))
@@ -281,7 +340,8 @@ def draw_curves(run: Path) -> None:
         if points:
             left.plot(*zip(*points), label=name, linewidth=2 if name == "loss" else 1)
     left.set(xlabel="step", ylabel="training loss by term", yscale="log")
-    left.legend()
+    if left.lines:
+        left.legend()
     right.plot([r["step"] for r in evals], [r["val_ce"] for r in evals], "o-", color="C0", label="student, held-out CE")
     if evals and "val_kl" in evals[0]:
         right.plot([r["step"] for r in evals], [r["val_kl"] for r in evals], "s-", color="C1", label="KL(teacher || student)")

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import runs
+import watch
 from data import Mixture, Tokens, place_in_order
 from distill import evaluate
-from flags import Args, objective_of
+from flags import Args, launched, objective_of
 from lrc import Clone
 from model import Transformer
+from teachers import Refusal
 from tokenizer import Tokenizer
 
 
@@ -40,19 +41,28 @@ class Place:
         """As DDP wants it: the GPU of this rank."""
         return [self.device.index] if self.device.type == "cuda" else None
 
+    def __str__(self) -> str:
+        return f"{self.device.type}, {'autocast to bfloat16' if self.autocast else 'float32'}"
+
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            watch.tell(text)
 
 
 def find_place(args: Args) -> Place:
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    told = launched()
+    rank, world, local = (told.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
+    if cuda and 0 < (gpus := torch.cuda.device_count()) <= local:
+        raise Refusal(f"rank {rank}: this machine has {gpus} GPU{'s' * (gpus > 1)}, too few for LOCAL_RANK={local}; give torchrun --nproc_per_node={gpus}")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+        except ValueError as error:  # an environment variable is missing or no number
+            raise Refusal(f"WORLD_SIZE={world}, but {error}; start several ranks with torchrun, or unset WORLD_SIZE for one") from None
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
     return Place(device, rank, world, torch.bfloat16 if half else None)
 
@@ -82,13 +92,14 @@ class Session:
         places = [place_in_order(step, m, self.place.rank, self.args.accum, self.place.world, self.args.batch_size) for m in range(self.args.accum)]
         return [self.train.batch(place, self.args.batch_size) for place in places]
 
-    def score(self, model: Transformer) -> dict[str, float]:
+    def score(self, model: Transformer, step: int, whose: str = "the student's") -> dict[str, float]:
         distil = self.args.stage == "distill"
         with self.place.precision():
-            return evaluate(model, self.teacher, self.held_batches(), real_vocab=self.tokenizer.vocab_size if distil else None, separator=self.objective.separator)
+            figures = evaluate(model, self.teacher, self.held_batches(), real_vocab=self.tokenizer.vocab_size if distil else None, separator=self.objective.separator)
+        return watch.must_be_finite(figures, step, whose)
 
     def evaluate(self, step: int) -> None:
-        figures = self.score(self.clone.student)
+        figures = self.score(self.clone.student, step)
         runs.append_metrics(self.run, {"step": step, "tokens": step * self.step_tokens} | figures)
         shown = {"val_ce": "ce", "val_kl": "kl at T=1", "val_top1": "top1"}
         self.place.say(f"step {step:>6}/{self.args.steps}  held-out: " + "  ".join(f"{shown[k]} {v:.4f}" for k, v in figures.items()))

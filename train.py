@@ -135,12 +135,13 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     tokenizer = Tokenizer(folder)
     tokenizer.must_fit(shape.vocab_size, folder)
     choice = Choice(chats=args.stage == "sft")
-    if place.rank == 0:
+    found = runs.shards_of(Path(args.out)) if args.resume else None
+    if place.rank == 0 and not found:
         prepared(args.data, tokenizer, choice=choice)
     if place.world > 1:
         dist.barrier()  # the others find what rank 0 prepared
-    folders, weights = prepared(args.data, tokenizer, quiet=True, choice=choice)
-    source = describe(args.data, folders)
+    folders, weights = found or prepared(args.data, tokenizer, quiet=True, choice=choice)
+    source = describe(args.data, folders) | dict(folders=list(map(str, folders)), weights=weights)
     if args.doc_mask and any(part.get("separator_inside") for part in source.get("parts", [source])):
         raise Refusal(f"--doc-mask: the chat template writes the separator inside the chats of {args.data}, so where one ends cannot be told; leave --doc-mask out")
     return (tokenizer, source, open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
@@ -156,7 +157,8 @@ def main(argv: list[str] | None = None) -> None:
     place = find_place(args)
 
     folder, origin = resolve(network(args), args.revision or None)
-    args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
+    if not Path(network(args)).is_dir():
+        args.revision = args.revision or origin.partition("@")[2]  # a resumed run takes the same commit
     shape = Config.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
@@ -168,18 +170,22 @@ def main(argv: list[str] | None = None) -> None:
         raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(running).removeprefix('torch.')} those of {folder} would be others: "
                       "give --teacher-dtype float32, or --bases compact")
     teacher = Transformer.from_pretrained(folder, fitted, str(place.device)).requires_grad_(False) if distil else None
-    identity = dict(teacher=origin, data=source, ranks=place.world)
+    identity = dict(teacher=origin, **({"teacher_weights": runs.weights_of(folder)} if distil else {}), data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
+        if told := runs.elsewhere(run, str(place)):
+            place.say(told)
 
     with runs.lock(run) if place.rank == 0 else contextlib.nullcontext():
+        if place.rank == 0:
+            runs.check_folder(run, args.resume)  # another process may have had the folder meanwhile
         calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
         calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
         clone = build(args, folder, teacher, shape, calibration, place)
         if distil:
             teacher.to(running)
         if place.rank == 0 and not args.resume:
-            runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32))
+            runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32), str(place))
         stopped = carry_out(Session(args, run, place, clone, teacher, tokenizer, train, held))
     if place.world > 1:
         dist.destroy_process_group()
@@ -200,13 +206,13 @@ def carry_out(s: Session) -> int:
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": count_trained(s.clone)}
     place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
               f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {s.step_tokens:,} tokens a step, {args.steps} steps; "
-              f"{place.device}, {'autocast to bfloat16' if place.autocast else 'float32'}")
+              f"{place}")
 
     if place.rank == 0 and args.resume:
-        runs.cut_metrics(s.run, begun)
+        runs.cut_metrics(s.run, begun, place.say)
     elif place.rank == 0:
         if s.teacher is not None:
-            runs.append_metrics(s.run, {"step": 0, "teacher": s.score(s.teacher)})
+            runs.append_metrics(s.run, {"step": 0, "teacher": s.score(s.teacher, 0, "the teacher's")})
         s.evaluate(0)
 
     with watch.stop_requests() as asked:
@@ -215,7 +221,7 @@ def carry_out(s: Session) -> int:
         dist.barrier()
     if stop or (asked and place.rank == 0):  # the second: asked after the last step, while it was saved
         if place.rank == 0:
-            print(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, and train.py --resume --out {s.run} goes on", file=sys.stderr)
+            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, and train.py --resume --out {s.run} goes on", sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
         finish(s, size)
@@ -232,6 +238,7 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
         net = DDP(net, device_ids=place.device_ids(), gradient_as_bucket_view=True)
     begun, spent, stop = step, 0.0, False  # seconds of training alone
     recent = watch.recall(runs.read_metrics(s.run), step)
+    stamp = runs.read_record(s.run).get("run") if place.rank == 0 else None
     while step < args.steps and not stop:
         clock = time.perf_counter()
         micro, lr = s.micro_batches(step), learning_rate(args, step)
@@ -257,7 +264,7 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
             if evaluates:
                 s.evaluate(step)
             if saves:
-                runs.save_checkpoint(s.run, {"step": step, "tokens": step * s.step_tokens}, state, clone.weights, args.keep)
+                runs.save_checkpoint(s.run, {"step": step, "tokens": step * s.step_tokens, "run": stamp}, state, clone.weights, args.keep)
     return step, stop
 
 
@@ -275,17 +282,23 @@ def finish(s: Session, size: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, watch.interrupt)
+    watch.interruptible()
+    for screen in (sys.stdout, sys.stderr):
+        if screen:  # None where it was closed
+            screen.reconfigure(errors="backslashreplace")  # a sample holds what this screen may have no letters for
     try:
         main()
     except (Refusal, OSError) as error:
         sys.exit(f"error: {error}")
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            sys.exit(f"error: out of memory ({' '.join(str(error).split())[:200] or 'the host has no more'}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
+                     "--shard, which a --resume may add, take less and give the same numbers")
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest checkpoint ({str(error).splitlines()[0]})")
     except KeyboardInterrupt as interrupted:
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
-                  "there is none", file=sys.stderr)
+            watch.tell("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
+                       "there is none", sys.stderr)
         sys.exit(128 + (interrupted.args or (signal.SIGINT,))[0])

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import statistics
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -102,6 +103,14 @@ def gradients(clone: Clone) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, p.grad) for name, p in reversed(named.items()) if p.grad is not None)
 
 
+def must_be_finite(figures: dict[str, float], step: int, whose: str = "the student's") -> dict[str, float]:
+    """The figures of an evaluation, all numbers; else the run stops before they, or a checkpoint of this step, are written."""
+    if bad := [name for name, value in figures.items() if not math.isfinite(value)]:
+        raise Refusal(f"step {step}: {whose} {', '.join(bad)} on held-out text not finite. The newest checkpoint, if there is one, is from before it; "
+                      + ("begin anew with a smaller --lr or a longer --warmup" if step else "is the teacher's checkpoint whole?"))
+    return figures
+
+
 # --------------------------------------------------------------------------------------------- ranks
 
 
@@ -131,18 +140,25 @@ def refuse(text: str) -> None:
     raise SystemExit(1) if dist.is_initialized() and dist.get_rank() > 0 else Refusal(text)
 
 
-# ------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------- signals, the screen
 
 
-def interrupt(number: int, frame) -> None:
-    """A handler for SIGTERM that does what Python's own does for Ctrl-C."""
-    raise KeyboardInterrupt(number)
+STOPS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]  # a hangup: the terminal was closed, the connection lost
+
+
+def interruptible() -> None:
+    """From here on SIGTERM and a hangup do what Ctrl-C does, except where they are ignored (nohup)."""
+    def interrupt(number: int, frame) -> None:
+        raise KeyboardInterrupt(number)
+    for number in STOPS:
+        if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, interrupt)
 
 
 @contextlib.contextmanager
 def stop_requests():
-    """A list to which SIGTERM and Ctrl-C are added instead of stopping the process, so that the loop can finish its step and save; a second Ctrl-C
-    interrupts at once. One that is ignored here (a background job's Ctrl-C) stays ignored."""
+    """A list to which SIGTERM, a hangup and Ctrl-C are added instead of stopping the process, so that the loop can finish its step and save; a second
+    Ctrl-C interrupts at once. One that is ignored here (a background job's Ctrl-C) stays ignored."""
     asked: list[int] = []
 
     def note(number: int, frame) -> None:
@@ -150,12 +166,24 @@ def stop_requests():
             raise KeyboardInterrupt
         asked.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")  # print must not meet itself within a signal
+            with contextlib.suppress(OSError):  # Ctrl-C ends the reader of a pipe as well
+                os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")  # print must not meet itself within a signal
     usual = {}
     if threading.current_thread() is threading.main_thread():
-        usual = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) not in (signal.SIG_IGN, None)}
+        usual = {number: signal.signal(number, note) for number in STOPS if signal.getsignal(number) not in (signal.SIG_IGN, None)}
     try:
         yield asked
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+
+
+def tell(text: str, to=None) -> None:
+    """A line on the screen, stdout or `to`. One that takes nothing any more (its reader has left, its disk is full) ends no run: the others go nowhere."""
+    screen = to or sys.stdout
+    try:
+        print(text, file=screen, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), screen.fileno())
+        if screen is not sys.stderr:
+            tell(f"stdout takes no more lines ({error.strerror}); the run goes on without them, metrics.jsonl has the figures", sys.stderr)

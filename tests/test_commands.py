@@ -570,6 +570,10 @@ def test_another_teacher_under_the_same_name_is_not_resumed_with(home, tmp_path,
     teacher = shutil.copytree(home / "FOLDER", tmp_path / "teacher")
     out = run(home, tmp_path / "run", "--teacher", str(teacher))
     random_net(5, vocab_size=2048).save_pretrained(teacher)
+    refused("the run began with teacher weights", train.main, ["--resume", "--out", str(out)])
+    record = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    del record["teacher_weights"]  # a run from before that was recorded
+    (out / "config.json").write_text(json.dumps(record), encoding="utf-8")
     refused("comes out differently", train.main, ["--resume", "--out", str(out)])
 
 

@@ -1,8 +1,10 @@
 """Stopped at any moment: by SIGKILL, by SIGTERM and Ctrl-C, by a full disk; what is left goes on to the same end, bit for bit."""
+import json
 import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_resume import same_end, timeless
 from test_train import built, command
 
@@ -153,7 +155,7 @@ def said(screen):
 
 @pytest.mark.parametrize("number, module, name, count, last", [
     (signal.SIGTERM, data.Tokens, "batch", 3, 3), (signal.SIGINT, data.Tokens, "batch", 3, 3),
-    (signal.SIGTERM, data.Tokens, "batch", 1, 1),
+    (signal.SIGTERM, data.Tokens, "batch", 1, 1), (signal.SIGHUP, data.Tokens, "batch", 3, 3),
     (signal.SIGTERM, session, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
     (signal.SIGTERM, runs, "save_checkpoint", 1, 3),    # that of step 2
     (signal.SIGTERM, runs, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
@@ -214,6 +216,64 @@ def test_a_signal_that_is_ignored_stays_ignored(little, tmp_path):
     with watch.stop_requests():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_source_whose_name_is_no_text_does_not_keep_the_student_from_being_written(straight, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    record = json.loads((out / "config.json").read_text())
+    record["data"]["source"] = os.fsdecode(b"text-\xff.jsonl")
+    (out / "config.json").write_text(json.dumps(record))
+    assert "text-\\udcff.jsonl" in (merge.export(out) / "README.md").read_text(encoding="utf-8")
+
+
+def test_sigterm_ends_a_merge_in_one_line_with_nothing_half(straight, tmp_path):
+    def work():
+        sys.argv = ["merge.py", str(straight), "--out", str(tmp_path / "out")]
+        at(3, shutil, "copyfile", send(signal.SIGTERM))
+        runpy.run_path(str(ranks.ROOT / "merge.py"), run_name="__main__")
+    assert ranks.end(ranks.fork(work, tmp_path / "log")) == 1 and (tmp_path / "log").read_text() == "interrupted; nothing was written\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_hangup_is_a_request_to_stop_unless_it_is_ignored():
+    usual = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)
+    try:
+        for ignored in (False, True):  # True: under nohup
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            watch.interruptible()
+            with watch.stop_requests() as asked:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert asked == [signal.SIGHUP] * (not ignored)
+            if not ignored:  # outside the loop, at once
+                with pytest.raises(KeyboardInterrupt) as interrupted:
+                    os.kill(os.getpid(), signal.SIGHUP)
+                assert interrupted.value.args == (signal.SIGHUP,)
+    finally:
+        signal.signal(signal.SIGHUP, usual[0]), signal.signal(signal.SIGTERM, usual[1])
+
+
+def test_ctrl_c_that_also_ends_the_reader_of_the_screen_still_lets_the_step_finish():
+    """`train.py 2>&1 | tee log`: tee is gone before the word about Ctrl-C can be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    screen = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with watch.stop_requests() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen), os.close(writer)
+    assert asked == [signal.SIGINT]
+
+
+def test_a_screen_that_takes_no_more_lines_ends_no_run(monkeypatch, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        for line in ("one", "two"):
+            watch.tell(line)
+    assert capsys.readouterr().err == "stdout takes no more lines (No space left on device); the run goes on without them, metrics.jsonl has the figures\n"
 
 
 @pytest.mark.slow
@@ -285,6 +345,23 @@ def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tm
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_calibration_takes_the_room_of_both_streams_before_it_writes_in_one(tmp_path):
+    """A mapped file that finds no room is a SIGBUS: each of two fits, both do not."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        first = lrc.mapped(disk / "one", 800, 200)
+        with pytest.raises(Refusal, match="set TMPDIR to another place"):
+            lrc.mapped(disk / "two", 800, 200)
+        first.fill_(1.0)
+        assert not (disk / "one").exists()  # so that a kill leaves nothing
+        del first
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 # ------------------------------------------------------------------------------ incomplete checkpoints
 
 
@@ -331,15 +408,59 @@ def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare,
     same_end(all_kept, out)
 
 
+def test_the_checkpoint_of_another_run_is_named_and_not_taken(little, all_kept, tmp_path, bare, capsys):
+    """The same shapes, the same teacher and text, another seed: nothing but its run tells it apart."""
+    other, out = tmp_path / "other", tmp_path / "run"
+    train.main(command(little, other, *SIX, "--seed", "7"))
+    shutil.copytree(all_kept, out)
+    shutil.rmtree(out / "checkpoint" / "step-0000006")
+    shutil.copytree(other / "checkpoint" / "step-0000006", out / "checkpoint" / "step-0000006")
+    capsys.readouterr()
+    train.main(["--resume", "--out", str(out)])
+    assert "passed over, no complete checkpoint of this run: " in (screen := capsys.readouterr().out) and "step-0000006/state.json: of run" in screen
+    same_end(all_kept, out)
+
+
+@pytest.mark.parametrize("change, words", [(lambda t: t.pop("norm.weight"), "tensor norm.weight is missing"),
+                                           (lambda t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight has shape \(5,\)")])
+def test_a_checkpoint_whose_student_is_not_that_of_its_state_is_refused_by_name(all_kept, tmp_path, change, words):
+    out = tmp_path / "run"
+    shutil.copytree(all_kept, out)
+    file = out / "checkpoint" / "step-0000006" / "student.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(Refusal, match=f"student.safetensors: {words}"):
+        train.main(["--resume", "--out", str(out)])
+
+
+@pytest.mark.parametrize("step, lost, left", [(6, 6, []), (4, 4, [5, 6])])
+def test_metrics_that_are_gone_are_told_and_the_run_goes_on(all_kept, tmp_path, capsys, monkeypatch, step, lost, left):
+    out = tmp_path / "run"
+    if left:
+        monkeypatch.setattr(runs, "draw_curves", lambda run: None)  # without a point they are drawn too
+    shutil.copytree(all_kept, out)
+    for k in range(step + 1, 7):
+        shutil.rmtree(out / "checkpoint" / f"step-{k:07d}")
+    (out / "metrics.jsonl").unlink()
+    train.main(["--resume", "--out", str(out)])
+    screen = capsys.readouterr().out
+    assert f"metrics.jsonl: {lost} of the {step} steps up to the checkpoint are not in it" in screen and "student, step 0" not in screen
+    assert steps_of(out) == left
+
+
 def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, straight, tmp_path, bare):
     out = tmp_path / "run"
     shutil.copytree(straight, out)
     cut(out / "checkpoint" / "step-0000006" / "state.safetensors")
-    with pytest.raises(Refusal, match=f"leave --resume out and delete {out}/checkpoint$"):
+    with pytest.raises(Refusal, match=f"leave --resume out and delete {out}/checkpoint and {out}/student$"):
         train.main(["--resume", "--out", str(out)])
     with pytest.raises(Refusal, match="already holds a run"):
         train.main(command(little, out, *SIX))
     shutil.rmtree(out / "checkpoint")
+    with pytest.raises(Refusal, match="holds a finished student whose checkpoints are gone"):
+        train.main(command(little, out, *SIX))
+    shutil.rmtree(out / "student")
     train.main(command(little, out, *SIX))
     same_end(straight, out)
 
@@ -356,6 +477,32 @@ def test_what_claims_a_later_step_than_the_one_written_never_crowds_it_out(tmp_p
     for step in (2, 9, 4):
         runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)}, keep=2)
     assert checkpoints(tmp_path) == ["step-0000002", "step-0000004"]
+
+
+def test_numbers_that_no_resume_would_take_are_not_saved(tmp_path):
+    (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
+    good = {"a": torch.zeros(2)}
+    runs.save_checkpoint(tmp_path, dict(step=1, tokens=0), good, good)
+    for bad in (float("inf"), float("nan")):
+        for pair in (({"b": torch.tensor([0, bad])}, good), (good, {"b": torch.tensor([0, bad])})):
+            with pytest.raises(Refusal, match="^step 2: b holds NaN or infinity"):
+                runs.save_checkpoint(tmp_path, dict(step=2, tokens=0), *pair)
+    assert checkpoints(tmp_path) == ["step-0000001"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_yet_is_told_and_goes_later(tmp_path, monkeypatch, capsys):
+    """As on a network disk, while somebody reads in it."""
+    (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
+    save = lambda step: runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)})
+    save(1)
+    real = shutil.rmtree
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", lambda path, *more, **named: real(path, *more, **named) if Path(path).name != "step-0000001" else os.rmdir(path))
+        save(2)
+    assert capsys.readouterr().err == f"{tmp_path}/checkpoint/step-0000001: cannot be removed yet (Directory not empty)\n"
+    assert runs.newest_checkpoint(tmp_path).name == "step-0000002"
+    save(3)
+    assert checkpoints(tmp_path) == ["step-0000003"]
 
 
 # --------------------------------------------------------------------------------------- who may write

@@ -1,5 +1,8 @@
 """N steps straight are k steps, a resume, and the N - k others: every figure, every position in the data, every number of the state, bit for bit."""
+import errno
+import fcntl
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ from test_train import command
 import data
 import runs
 import train
+from model import Transformer
 from teachers import Refusal
 
 STEPS, ACCUM, BATCH = 6, 2, 2
@@ -126,6 +130,85 @@ def test_a_token_is_in_no_file_and_on_no_screen(little, hub, tmp_path, monkeypat
     assert token not in str(refused.value) + screen.out + screen.err
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
     assert len(files) > 10 and not any(token.encode() in p.read_bytes() for p in files)
+
+
+def test_a_teacher_whose_weights_were_changed_in_place_is_refused(little, tmp_path, bare):
+    """Weights times 1.5 span what they did, so that no coordinate would tell."""
+    teacher, out = tmp_path / "little", tmp_path / "run"
+    shutil.copytree(little, teacher)
+    train.main(command(teacher, out, *EVERY))
+    back_to(3, out, tmp_path / "again")
+    net = Transformer.from_pretrained(teacher)
+    with torch.no_grad():
+        net.layers[1].mlp.up_proj.weight.mul_(1.5)
+    net.save_pretrained(teacher)
+    with pytest.raises(Refusal, match="the run began with teacher weights [0-9a-f]{16}, now it is [0-9a-f]{16}"):
+        train.main(["--resume", "--out", str(tmp_path / "again")])
+
+
+def test_a_source_that_is_gone_is_not_needed_again(little, tmp_path, bare):
+    """The shards that the run began with are still there; a hub's set may have moved on in the same way."""
+    text, out = tmp_path / "text.jsonl", tmp_path / "run"
+    shutil.copy(little / "text.jsonl", text)
+    argv = command(little, out, *EVERY)
+    argv[argv.index("--data") + 1] = str(text)
+    train.main(argv)
+    text.unlink()
+    back_to(3, out, tmp_path / "again")
+    train.main(["--resume", "--out", str(tmp_path / "again")])
+    same_end(out, tmp_path / "again")
+    back_to(3, out, tmp_path / "last")
+    shutil.rmtree(tmp_path / "tokens")  # now it is needed
+    with pytest.raises(Refusal, match="no such file or folder"):
+        train.main(["--resume", "--out", str(tmp_path / "last")])
+
+
+def test_what_may_change_the_last_bits_is_told(little, tmp_path, bare, capsys):
+    out = tmp_path / "run"
+    train.main(command(little, out, *EVERY, "--steps", "1"))
+    train.main(["--resume", "--out", str(out)])
+    assert "resumed with" not in capsys.readouterr().out
+    record = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(record | {"threads": 64, "torch": "1.0", "device": "cuda, float32"}))
+    train.main(["--resume", "--out", str(out)])
+    assert f"resumed with torch {torch.__version__} (was 1.0), device cpu, float32 (was cuda, float32), threads 1 (was 64): " in capsys.readouterr().out
+
+
+def test_a_local_teacher_has_no_revision(little, tmp_path, bare):
+    teacher, out = tmp_path / "little@v2", tmp_path / "run"
+    shutil.copytree(little, teacher)
+    train.main(command(teacher, out, *EVERY, "--steps", "1"))
+    assert json.loads((out / "config.json").read_text())["args"]["revision"] == ""
+
+
+def test_a_folder_that_was_filled_while_a_run_prepared_is_refused(little, tmp_path, bare, monkeypatch):
+    """Two starts of one command, the first done before the second came to the lock."""
+    out, argv, real = tmp_path / "run", command(little, tmp_path / "run", *EVERY, "--steps", "1"), train.tokens_of
+
+    def slow(*args):
+        monkeypatch.setattr(train, "tokens_of", real)
+        train.main(argv)
+        return real(*args)
+    monkeypatch.setattr(train, "tokens_of", slow)
+    with pytest.raises(Refusal, match="already holds a run"):
+        train.main(argv)
+    assert [row["step"] for row in timeless(out)] == [0, 0, 1, 1]
+
+
+def test_a_file_system_without_locks_is_told_and_a_held_lock_is_refused(tmp_path, monkeypatch, capsys):
+    def flock(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", flock)
+        runs.lock(tmp_path / "run").close()
+    assert "this file system locks no files (Function not implemented)" in capsys.readouterr().err
+    with runs.lock(tmp_path / "run"), pytest.raises(Refusal, match="another process"):
+        runs.lock(tmp_path / "run")
+
+
+def test_a_run_folder_that_safetensors_could_not_read_again_is_refused():
+    with pytest.raises(Refusal, match="must be UTF-8"):
+        train.main(["--out", os.fsdecode(b"runs/x\xff")])
 
 
 def test_a_run_folder_in_use_is_refused_to_a_resume_too_and_stays_as_it_is(little, tmp_path, bare):

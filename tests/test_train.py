@@ -525,6 +525,26 @@ def test_a_damaged_checkpoint_is_refused_by_name(teacher_folder, tmp_path):
         train.main(["--resume", "--out", str(out)])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")])
+def test_too_little_memory_is_one_line(teacher_folder, tmp_path, error):
+    def scarce(rank):
+        def batch(*args):
+            raise error
+        data.Tokens.batch = batch
+    codes, (screen,) = ranks.run(command(teacher_folder, tmp_path / "run", "--init", "orthonormal"), tmp_path / "log", before=scarce)
+    assert codes == [1] and screen.splitlines()[-1].startswith("error: out of memory (") and "--checkpointing" in screen and "Traceback" not in screen
+
+
+def test_a_sample_that_the_screen_has_no_letters_for_is_written_all_the_same(teacher_folder, tmp_path):
+    """The last lines of a run of days, on a screen that is not UTF-8."""
+    def ascii_screen(rank):
+        sys.stdout = open(1, "w", encoding="ascii", closefd=False)
+        runs.draw_curves = lambda run: None
+        runs.table = lambda *args: "\u00fc"
+    codes, (screen,) = ranks.run(command(teacher_folder, tmp_path / "run", "--init", "orthonormal", "--steps", "1"), tmp_path / "log", before=ascii_screen)
+    assert codes == [0] and "\\xfc" in screen
+
+
 def test_an_error_is_one_line_and_a_nonzero_exit(tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--teacher", "no/such model"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
@@ -548,10 +568,39 @@ def test_a_folder_that_is_no_run_or_that_another_process_trains_in_is_refused(te
 
 
 @pytest.mark.parametrize("flags", [["--warmup", "2"], ["--warmup", "nan"], ["--seed", "-1"], ["--w-kl", "-1"], ["--w-align", "-0.5"], ["--clip", "nan"],
-                                   ["--temperature", "0"], ["--eval-tokens", "0"], ["--w-kl", "0", "--w-ce", "0", "--w-align", "0"]])
+                                   ["--temperature", "1e200"], ["--w-align", "inf"], ["--seed", str(2 ** 63)], ["--steps", "1" + "0" * 400], ["--steps", "10000000"],
+                                   ["--lr", "1e300"], ["--temperature", "0"], ["--eval-tokens", "0"], ["--w-kl", "0", "--w-ce", "0", "--w-align", "0"]])
 def test_numbers_that_cannot_be_meant_are_refused_by_flag(flags):
     with pytest.raises(Refusal, match=flags[0]):
         train.parse(flags)
+
+
+@pytest.mark.parametrize("told, words", [
+    (dict(RANK="3"), "RANK=3 in the environment is no place among ranks"), (dict(RANK="2", WORLD_SIZE="2"), "no place among ranks"), (dict(WORLD_SIZE="0"), "no place among ranks"),
+    (dict(RANK="x"), "no place among ranks"), (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2, but .*MASTER_ADDR expected")])
+def test_an_environment_that_is_no_place_among_ranks_is_refused(monkeypatch, told, words):
+    """A rank above 0 of one would train in silence and write nothing."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal, match=words):
+        train.find_place(train.parse([]))
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(Refusal, match="rank 0: this machine has 8 GPUs, too few for LOCAL_RANK=8; give torchrun --nproc_per_node=8"):
+        train.find_place(train.parse([]))
+
+
+def test_an_empty_word_in_the_environment_is_none(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    place = train.find_place(train.parse([]))
+    assert (place.rank, place.world) == (0, 1)
 
 
 @pytest.mark.parametrize("zero", ["mlp.gate_proj", "self_attn.o_proj", "self_attn.q_proj"])

@@ -189,6 +189,16 @@ def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_
         train.main(["--resume", "--out", str(tmp_path / "run")])
 
 
+@pytest.mark.parametrize("count, words", [(1, "step 0: the teacher's val_kl on held-out"), (4, "step 6: the student's val_kl on held-out")])
+def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(little, tmp_path, bare, monkeypatch, count, words):
+    real, calls = train.evaluate, []
+    monkeypatch.setattr(train, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
+    with pytest.raises(Refusal, match=words):
+        train.main(command(little, tmp_path / "run", *SIX, "--eval-every", "3"))
+    assert getattr(runs.newest_checkpoint(tmp_path / "run"), "name", None) == (None if count == 1 else "step-0000005")
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_a_step_waits_for_the_device_once(little, tmp_path, bare, monkeypatch):
     """Every way of a tensor to become a Python number, counted within one step, with two micro-batches: those that are on the CPU anyway (the counts of
     targets) aside, one."""
