@@ -342,7 +342,7 @@ def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tm
         train.main(["--resume", "--out", str(out)])
         same_end(straight, out)
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_calibration_takes_the_room_of_both_streams_before_it_writes_in_one(tmp_path):
@@ -359,7 +359,7 @@ def test_calibration_takes_the_room_of_both_streams_before_it_writes_in_one(tmp_
         assert not (disk / "one").exists()  # so that a kill leaves nothing
         del first
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 # ------------------------------------------------------------------------------ incomplete checkpoints

@@ -13,6 +13,7 @@ from test_train import command
 
 import lrc
 import runs
+import session
 import train
 import watch
 from model import Transformer
@@ -191,8 +192,8 @@ def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_
 
 @pytest.mark.parametrize("count, words", [(1, "step 0: the teacher's val_kl on held-out"), (4, "step 6: the student's val_kl on held-out")])
 def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(little, tmp_path, bare, monkeypatch, count, words):
-    real, calls = train.evaluate, []
-    monkeypatch.setattr(train, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
+    real, calls = session.evaluate, []
+    monkeypatch.setattr(session, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
     with pytest.raises(Refusal, match=words):
         train.main(command(little, tmp_path / "run", *SIX, "--eval-every", "3"))
     assert getattr(runs.newest_checkpoint(tmp_path / "run"), "name", None) == (None if count == 1 else "step-0000005")
@@ -297,10 +298,10 @@ def one_rank_nan(rank):
         lrc.Clone.zero_grad = zero_grad
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("policy", ["stop", "skip", "skip --shard"])
 def test_a_fault_of_one_rank_stops_or_skips_on_both_and_is_named(little, tmp_path, policy):
     out = tmp_path / "run"
-    codes, screens = ranks.run(command(little, out, *SIX, "--non-finite", policy, "--check-ranks", "1"), tmp_path / "log", 2, one_rank_nan)
+    codes, screens = ranks.run(command(little, out, *SIX, "--non-finite", *policy.split(), "--check-ranks", "1"), tmp_path / "log", 2, one_rank_nan)
     assert "first bad: student's layers.0 up, gradient of norm.weight, seen on rank 1" in screens[0] and screens[1] == ""
     if policy == "stop":
         assert codes == [1, 1] and runs.newest_checkpoint(out).name == "step-0000003"
