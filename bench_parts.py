@@ -10,6 +10,7 @@ from torch import Tensor
 import core
 import lrc
 import peers
+import starts
 from config import Config
 from distill import HeadLoss, Objective
 from measure import Row, alone, ratio, seconds, side_by_side
@@ -93,7 +94,7 @@ def qwen_layer():
 def calibrated_layer(made):
     teacher, ids = made
     student = lrc.blank_student(teacher, PRESETS["qwen2.5-3b"]["width"])
-    frame = lrc.calibrate(teacher, student, ids, ids, say=lambda text: None)
+    frame = starts.calibrate(teacher, student, ids, ids, say=lambda text: None)
     core.open_mlp(lrc.Clone(student, lrc.plain_maps(teacher, student, opened=core.MLP), frame), "core", bases="compact")
 
 

@@ -29,6 +29,7 @@ import lrc
 import merge
 import plan
 import runs
+import starts
 import watch
 from config import Config
 from data import Mixture, Tokens, describe, open_split, prepared
@@ -54,7 +55,7 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
     student = lrc.blank_student(teacher, args.width)
     frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
     if not args.resume:
-        frame = lrc.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else lrc.random_start(teacher, student, args.init, args.seed)
+        frame = starts.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else starts.random_start(teacher, student, args.init, args.seed)
         frame = frame.contiguous()  # NCCL sends no other
     owner = share_out({name: w.numel() for name, w in teacher.named_parameters()}, place.world) if args.shard else None
     for tensor in [frame, *student.parameters()] if owner else []:

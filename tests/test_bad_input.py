@@ -26,6 +26,7 @@ import lrc
 import merge
 import runs
 import sources
+import starts
 import train
 from data import Tokens
 from prepare import prepare
@@ -430,7 +431,7 @@ def test_a_metrics_line_that_is_no_row_is_refused_by_its_number(home, tmp_path, 
 def test_calibration_without_room_for_its_streams_is_refused_first(home, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("", (), {"free": 1000})())
     with pytest.raises(Refusal, match="set TMPDIR to another place, or give fewer --calibration-tokens"):
-        lrc.calibrate(*made_pair())
+        starts.calibrate(*made_pair())
 
 
 def made_pair():

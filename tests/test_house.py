@@ -53,4 +53,4 @@ def test_the_network_knows_no_clone_and_merge_knows_no_loop():
 def test_every_file_says_what_it_is_and_reads_no_private_name_of_another(path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text))
-    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|core|distill|data|sources|prepare|shards|tokenizer|runs|plan|merge|teachers|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train|session)\._[a-z]", text)
+    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|starts|core|distill|data|sources|prepare|shards|tokenizer|runs|plan|merge|teachers|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train|session)\._[a-z]", text)

@@ -24,6 +24,7 @@ import lrc
 import merge
 import runs
 import session
+import starts
 import train
 import watch
 from model import Transformer
@@ -172,7 +173,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, 
 
 @pytest.mark.parametrize("number, hooks, last", [
     (signal.SIGINT, [(data.Tokens, "batch", 3), (lrc.Clone, "pull_back", 3)], 2),   # the second Ctrl-C comes within the step
-    (signal.SIGTERM, [(lrc, "calibrate", 1)], None), (signal.SIGINT, [(session, "evaluate", 2)], None),
+    (signal.SIGTERM, [(starts, "calibrate", 1)], None), (signal.SIGINT, [(session, "evaluate", 2)], None),
     (signal.SIGTERM, [(merge, "swap", 1)], 6)])
 def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stops_at_once(little, straight, tmp_path, number, hooks, last):
     out = tmp_path / "run"
@@ -352,9 +353,9 @@ def test_calibration_takes_the_room_of_both_streams_before_it_writes_in_one(tmp_
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
-        first = lrc.mapped(disk / "one", 800, 200)
+        first = starts.mapped(disk / "one", 800, 200)
         with pytest.raises(Refusal, match="set TMPDIR to another place"):
-            lrc.mapped(disk / "two", 800, 200)
+            starts.mapped(disk / "two", 800, 200)
         first.fill_(1.0)
         assert not (disk / "one").exists()  # so that a kill leaves nothing
         del first

@@ -5,6 +5,7 @@ from conftest import random_net
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lrc
+import starts
 
 F64 = torch.float64
 
@@ -103,7 +104,7 @@ def test_slices_keep_the_span_where_the_mlp_is_opened(teacher):
 
 def started(teacher, kind, seed=3, width=12):
     student = lrc.blank_student(teacher, width)
-    return student, lrc.random_start(teacher, student, kind, seed)
+    return student, starts.random_start(teacher, student, kind, seed)
 
 
 def projections(teacher, student):
@@ -175,7 +176,7 @@ def test_B8_B25_random_starts_come_from_the_seed_alone(teacher, kind):
 
 def test_ridge_streamed_equals_the_stacked_least_squares():
     x, y = torch.randn(300, 6, dtype=F64), torch.randn(300, 4, dtype=F64)
-    ridge = lrc.Ridge()
+    ridge = starts.Ridge()
     for part in torch.arange(300).split(70):
         ridge.add(x[part], y[part])
     lam = 0.1 * (x.T @ x).diagonal().mean()
@@ -185,16 +186,16 @@ def test_ridge_streamed_equals_the_stacked_least_squares():
 
 def calibrated(teacher, width, ids):
     student = lrc.blank_student(teacher, width)
-    frame = lrc.calibrate(teacher, student, ids, ids.roll(-1, 1), say=lambda _: None)
+    frame = starts.calibrate(teacher, student, ids, ids.roll(-1, 1), say=lambda _: None)
     return student, frame
 
 
 @pytest.fixture
 def exact(monkeypatch):
     """Calibration without its two deliberate biases: the ridge's shrinkage and the factor on the final gain."""
-    solve = lrc.Ridge.solve
-    monkeypatch.setattr(lrc.Ridge, "solve", lambda self: solve(self, 1e-9))
-    monkeypatch.setattr(lrc, "SCALES", (1.0,))
+    solve = starts.Ridge.solve
+    monkeypatch.setattr(starts.Ridge, "solve", lambda self: solve(self, 1e-9))
+    monkeypatch.setattr(starts, "SCALES", (1.0,))
 
 
 def test_calibration_at_full_width_gives_the_teacher_back(teacher, ids, exact):
@@ -241,7 +242,7 @@ def test_the_factor_on_the_final_gain_is_that_of_the_text_and_8192_tokens_judge_
     targets = torch.multinomial((0.6 * z).softmax(-1).flatten(0, 1), 1, generator=generator).view(rows, length)
     student.lm_head.register_forward_hook(lambda module, x, z: read.append(len(x[0])))
     with torch.no_grad():
-        assert lrc.best_scale(student, h_S, targets, torch.device("cpu")) == 0.6
+        assert starts.best_scale(student, h_S, targets, torch.device("cpu")) == 0.6
     assert 4096 <= sum(read) < 8192 + length
 
 
@@ -300,6 +301,6 @@ def test_calibration_memory_does_not_grow_with_the_number_of_batches():
         ids = torch.randint(0, 96, (sequences, 64))
         student = lrc.blank_student(teacher, 12)
         with LargestTensor() as mode:
-            lrc.calibrate(teacher, student, ids, ids, say=lambda _: None)
+            starts.calibrate(teacher, student, ids, ids, say=lambda _: None)
         largest.append(mode.numel)
     assert largest[0] == largest[1]

@@ -18,6 +18,7 @@ import lrc
 import optimizer
 import plan
 import runs
+import starts
 import train
 from distill import IGNORE
 from flags import objective_of, terms
@@ -166,7 +167,7 @@ def test_build_hands_start_and_seed_to_where_they_belong(ids):
     teacher = random_net().requires_grad_(False)
     for kind in ("orthonormal", "random"):
         clone, student = built(teacher, ids, mode="dense", init=kind, seed=9), lrc.blank_student(teacher, 12)
-        assert torch.equal(lrc.random_start(teacher, student, kind, 9), clone.frame)
+        assert torch.equal(starts.random_start(teacher, student, kind, 9), clone.frame)
         assert all(torch.allclose(clone.weights[name], w, atol=1e-5) for name, w in student.named_parameters())
     for mode in ("random", "slice"):
         maps, plain = built(teacher, ids, mode=mode, init="random", seed=9).maps, built(teacher, mode="lrc")

@@ -14,6 +14,7 @@ from test_train import command
 import lrc
 import runs
 import session
+import starts
 import train
 import watch
 from model import Transformer
@@ -317,9 +318,9 @@ def unshared(rank):
 
 def unequal(rank):
     unshared(rank)
-    real = lrc.calibrate
+    real = starts.calibrate
     if rank == 1:
-        lrc.calibrate = lambda teacher, student, ids, targets, say: real(teacher, student, ids[1:], targets[1:], say)
+        starts.calibrate = lambda teacher, student, ids, targets, say: real(teacher, student, ids[1:], targets[1:], say)
 
 
 @pytest.mark.parametrize("flags", ["--mode core", "--mode random --init orthonormal"])
