@@ -26,14 +26,15 @@ from torch import Tensor
 
 import neurons
 import plan
+from config import Config
 from data import Tokens
 from distill import evaluate
+from files import Refusal, read_json
 from lrc import span
-from config import Config
 from model import Transformer, checked, opened, tensor_files
 from prepare import prepare
 from runs import TOKENIZER_FILES, pictures, save_picture
-from teachers import Refusal, read_json, resolve
+from teachers import resolve
 from tokenizer import Tokenizer
 
 KINDS = ("gate", "up", "down")

@@ -13,9 +13,10 @@ import peers
 import starts
 from config import Config
 from distill import HeadLoss, Objective
+from files import Refusal
 from measure import Row, alone, ratio, seconds, side_by_side
 from model import Transformer
-from teachers import PRESETS, Refusal
+from teachers import PRESETS
 
 N, V = 2048, 128256  # the loss of one sequence of Llama-3's vocabulary
 

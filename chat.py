@@ -27,7 +27,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from teachers import Refusal, plain
+from files import Refusal, one_line
 from tokenizer import Tokenizer, named_tokens, tokenizer_config
 
 GUARD = "\ud800"
@@ -75,7 +75,7 @@ def renderer_of(tokenizer: Tokenizer, now: datetime) -> Callable[[list[dict], bo
     try:
         return found and renderer(*found, now)
     except Exception as error:  # jinja2 makes Python of it, and hands on what that raises
-        raise Refusal(f"{folder}: its chat template is broken ({type(error).__name__}: {plain(error)}); fetch the file again") from None
+        raise Refusal(f"{folder}: its chat template is broken ({type(error).__name__}: {one_line(error)}); fetch the file again") from None
 
 
 @contextlib.contextmanager

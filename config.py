@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from teachers import Refusal
+from files import Refusal
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distill import IGNORE
+from files import Refusal
 from prepare import prepare, read_summary
 from shards import FORMAT, HELD_OUT_EVERY, Choice, digest, held_out
 from sources import Bad, read, source_files, units_of, where
-from teachers import TOKENIZER, Refusal, resolve
+from teachers import TOKENIZER, resolve
 from tokenizer import Tokenizer, train_tokenizer
 
 

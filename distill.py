@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from files import Refusal
 from model import widen
-from teachers import Refusal
 
 IGNORE = -100       # target of a position that no loss may see
 KL_SCALE = 1.28     # 2048 / 40^2

@@ -28,11 +28,12 @@ import torch
 
 from data import Tokens
 from distill import IGNORE, evaluate
+from files import Refusal, one_line, read_json, write_whole
 from likelihood import Model, harness
 from model import Transformer, tensor_files
 from prepare import prepare
 from sources import source_files
-from teachers import Refusal, plain, read_json, resolve, write_whole
+from teachers import resolve
 from tokenizer import Tokenizer
 
 # task -> its metric in the papers' mean of nine; MathQA is reported outside it
@@ -77,7 +78,7 @@ def find_tasks(names: list[str], local: Path | None) -> Tasks:
             if chosen in own:
                 tasks.instead[name] = f"{chosen} ({local})"
         except Exception as error:  # the libraries raise many unrelated classes: no network, a removed loader, a bad YAML
-            tasks.missing[name] = f"{type(error).__name__}: {plain(error)[:160]}"
+            tasks.missing[name] = f"{type(error).__name__}: {one_line(error)[:160]}"
     return tasks
 
 
@@ -213,7 +214,7 @@ def score_tasks(model: Model, tasks: Tasks, limit: int | None, report: Report) -
             print(f"{name}: {row['metric']} {100 * row['value']:.2f}, {row['documents']} documents, {row['seconds']:.0f} s", flush=True)
         except Exception as error:  # one task must not take the others with it
             failed.add(name)
-            row = {"failed": f"{type(error).__name__}: {plain(error)}"}
+            row = {"failed": f"{type(error).__name__}: {one_line(error)}"}
             print(f"{name}: failed, the others run: {row['failed']}", flush=True)
         if name in tasks.instead:
             row["instead"] = tasks.instead[name]

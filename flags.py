@@ -8,7 +8,8 @@ from pathlib import Path
 
 from core import BASES, MODES
 from distill import RECIPES, Objective
-from teachers import PAPER, PAPER_DATA, PAPER_STEP, PAPER_TOKENS, PRESETS, Refusal, read_json
+from files import Refusal, read_json
+from teachers import PAPER, PAPER_DATA, PAPER_STEP, PAPER_TOKENS, PRESETS
 
 
 def flag(default, help, **more):

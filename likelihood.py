@@ -12,8 +12,9 @@ import time
 import torch
 import torch.nn.functional as F
 
+from files import Refusal
 from model import Transformer, widen
-from teachers import Refusal, resolve
+from teachers import resolve
 from tokenizer import Tokenizer
 
 

@@ -13,11 +13,12 @@ import torch
 import peers
 import train
 from config import Config
+from files import Refusal
 from flags import objective_of, parse
 from model import Transformer
 from optimizer import make_optimizer
 from session import find_place
-from teachers import PRESETS, Refusal
+from teachers import PRESETS
 
 # -------------------------------------------------------------------------------------------- measuring
 

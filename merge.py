@@ -20,8 +20,8 @@ import torch
 
 import runs
 from config import Config
+from files import Refusal, read_json
 from model import Transformer
-from teachers import Refusal, read_json
 from to_gguf import write_gguf
 
 

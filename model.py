@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from config import Config
-from teachers import Refusal, read_json, resolve, write_whole
+from files import Refusal, read_json, write_whole
+from teachers import resolve
 
 
 class RMSNorm(nn.Module):

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenizer import Tokenizer
+from files import Refusal
 from model import Transformer
-from teachers import Refusal
+from tokenizer import Tokenizer
 
 
 def read_cloze(path: str, tokenizer: Tokenizer, positions: int) -> list[tuple[list[int], list[int]]]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import runs
+from files import Refusal
 from flags import Args
 from lrc import Clone, of_all_ranks
-from teachers import Refusal
 
 
 def learning_rate(args: Args, step: int) -> float:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core import chosen_bases
-from flags import Args, network, ranks, teacher_dtypes, terms
 from config import Config
+from core import chosen_bases
+from files import Refusal, read_json
+from flags import Args, network, ranks, teacher_dtypes, terms
 from optimizer import share_out
-from teachers import PAPER_DATA, PRESETS, Refusal, read_json, resolve
+from teachers import PAPER_DATA, PRESETS, resolve
 
 
 FREE = ("scratch", "pretrain")  # nothing inherited

@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 import chat
+from files import Refusal, read_json, write_whole
 from shards import FORMAT, SIDES, Choice, ShardWriter, worker_pool
 from sources import SUFFIXES, TABLES, Part, source_files, units_of
-from teachers import Refusal, read_json, write_whole
 from tokenizer import Tokenizer
 
 

@@ -34,7 +34,7 @@ import audit
 import runs
 import train
 from experiments import QUICK, Case, Run, Size, flags_of, questions, swept
-from teachers import Refusal, read_json, write_whole
+from files import Refusal, read_json, write_whole
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, 97.5 % point, by degrees of freedom
 

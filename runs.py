@@ -34,7 +34,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import MODES
-from teachers import TOKENIZER, Refusal, read_json, write_whole
+from files import Refusal, read_json, write_whole
+from teachers import TOKENIZER
 
 
 def check_folder(run: Path, resume: bool) -> None:

@@ -15,10 +15,10 @@ import runs
 import watch
 from data import Mixture, Tokens, place_in_order
 from distill import evaluate
+from files import Refusal
 from flags import Args, launched, objective_of
 from lrc import Clone
 from model import Transformer
-from teachers import Refusal
 from tokenizer import Tokenizer
 
 

@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import chat
+from files import Refusal, one_line, read_json, write_whole
 from sources import CHAT_COLUMNS, Bad, Part, Row, read, where
-from teachers import Refusal, plain, read_json, write_whole
 from tokenizer import Tokenizer
 
 FORMAT = "lrc-tokens 2"  # what the files are, and the version of their layout
@@ -91,7 +91,7 @@ class ShardWriter:
         try:
             ids, mask = chat.encode(messages, render, self.tokenizer)
         except Exception as error:  # a template is a program of somebody else's and may raise anything
-            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({plain(error) or type(error).__name__})") from None
+            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({one_line(error) or type(error).__name__})") from None
         return [*ids, self.tokenizer.separator], [*mask, 0] if self.choice.chats else [], sum(size(m["content"]) for m in messages)
 
     def taken(self, row: Row) -> bool:

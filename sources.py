@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
-from teachers import Refusal, plain
+from files import Refusal, one_line
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PIECE = 4096                  # bytes of a .txt after which the next blank line ends a document
@@ -157,7 +157,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
     except Refusal:
         raise
     except Exception as error:
-        raise OSError(f"{path}: reading stopped ({type(error).__name__}: {plain(error)}); the same command goes on from there") from None
+        raise OSError(f"{path}: reading stopped ({type(error).__name__}: {one_line(error)}); the same command goes on from there") from None
 
 
 def units_of(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:

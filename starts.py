@@ -17,9 +17,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from files import Refusal
 from lrc import DUAL, fix_signs
 from model import Transformer, rope_table, unit_rms, widen
-from teachers import Refusal
 
 # ------------------------------------------------------------------------------- the calibrated start
 

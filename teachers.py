@@ -2,27 +2,18 @@
 
 Nothing here knows about tensors. A preset carries the shape of the official Instruct checkpoint, so
 that `train.py --plan` can account for a run with no weights and no network, and the published
-student width and learning rate. `--preset paper` adds the rest of the published recipe, PAPER. Every file imports from here
-what is common: Refusal, read_json, write_whole.
+student width and learning rate. `--preset paper` adds the rest of the published recipe, PAPER.
 """
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
+
+from files import Refusal
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]  # all that preparing data takes
 WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json", *TOKENIZER]
-
-
-class Refusal(ValueError):
-    """Something a user can mend. Commands print it as one line and stop, exit code not 0, never a traceback."""
-
-    def __init__(self, text: str):
-        text = text if len(text) <= 1000 else f"{text[:600]} ... {text[-300:]}"  # names and values out of a foreign file may hold anything
-        super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -125,35 +116,3 @@ def cached(repo: str, revision: str | None, files: list[str], refusal: str) -> t
     if folder is None or not all(any(folder.glob(pattern)) for pattern in needed):
         raise Refusal(refusal) from None
     return folder, f"{repo}@{folder.name}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file appears whole or not at all: it is written beside its place and renamed into it."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise OSError(error.errno, f"{path}: cannot be written ({error.strerror or error}); make room, or write to another place") from None
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def plain(error: BaseException) -> str:
-    """What an exception says, in one line and without secrets: the hub's libraries may put a token, or an address that carries one, in it."""
-    text = " ".join(str(error).split())
-    for token in filter(None, map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))):
-        text = text.replace(token, "...")
-    return re.sub(r"\bhf_\w+|(?<=://)[^\s/@]+@|(?<=\?)[^\s'\")]+|(?<=[Bb]earer )\S+", "...", text)
-
-
-def read_json(path: Path) -> dict:
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); is the folder the one you mean?") from None
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, brackets without end
-        raise Refusal(f"{path}: not valid JSON ({error}); fetch the file again") from None
-    if not isinstance(read, dict):
-        raise Refusal(f"{path}: holds a JSON {type(read).__name__}, not an object; fetch the file again")
-    return read

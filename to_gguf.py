@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import chat
+from files import Refusal, read_json
 from model import Transformer, rope_frequencies
-from teachers import Refusal, read_json
 from tokenizer import DIGITS_THEN_GPT2, GPT2, Tokenizer
 
 FILE_TYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # general.file_type

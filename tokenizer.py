@@ -23,7 +23,7 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from teachers import Refusal, read_json, write_whole
+from files import Refusal, read_json, write_whole
 
 # Text is cut into pieces by a pattern, and tokens never span two pieces. tiktoken's regular expressions are not the library's: these
 # alternatives, one of each row in this order, mean the same in both, and between them leave no character out

@@ -34,12 +34,13 @@ import watch
 from config import Config
 from data import Mixture, Tokens, describe, open_split, prepared
 from distill import IGNORE, Objective, losses
+from files import Refusal, read_json
 from flags import Args, network, parse, teacher_dtypes
 from model import Transformer
 from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
-from shards import Choice
 from session import Place, Session, find_place
-from teachers import Refusal, read_json, resolve
+from shards import Choice
+from teachers import resolve
 from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------- what trains

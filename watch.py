@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distill import document_mask
+from files import Refusal
 from flags import Args
 from lrc import Clone, of_all_ranks
 from model import Transformer
-from teachers import Refusal
 
 WINDOW = 50        # steps that a loss is compared with
 SPIKE = 10.0       # median absolute deviations above their median: of a normal distribution 6.7 standard deviations

@@ -16,8 +16,9 @@ import audit
 import neurons
 import plan
 from config import Config
+from files import Refusal
 from model import Transformer
-from teachers import PRESETS, Refusal
+from teachers import PRESETS
 from test_core import clone_of, complement_share, train
 
 F64 = torch.float64

@@ -29,9 +29,9 @@ import sources
 import starts
 import train
 from data import Tokens
+from files import Refusal, one_line
 from prepare import prepare
 from shards import FORMAT, Choice, digest
-from teachers import Refusal, plain
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -512,7 +512,7 @@ def test_no_token_and_no_credentials_are_printed(monkeypatch, tmp_path, leak, ca
         list(sources.read(sources.Part("a.jsonl", "hub://datasets/o/n@c/a.jsonl", 0, 10)))
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: Broken())
     import eval as evaluation
-    texts = [str(caught.value), evaluation.find_tasks(["piqa"], None).missing["piqa"], plain(ConnectionError(leak))]
+    texts = [str(caught.value), evaluation.find_tasks(["piqa"], None).missing["piqa"], one_line(ConnectionError(leak))]
     assert all("s3cr3t" not in text and TOKEN not in text and "\n" not in text and "ConnectionError" in text for text in texts[:2]), texts
     assert "s3cr3t" not in texts[2] and TOKEN not in texts[2]
 

@@ -11,10 +11,11 @@ import distill
 import lrc
 import measure
 import peers
-from conftest import random_net
 from config import Config
-from teachers import PRESETS, Refusal
+from conftest import random_net
+from files import Refusal
 from tasks import tasks_folder
+from teachers import PRESETS
 
 F64 = torch.float64
 

@@ -12,9 +12,9 @@ import chat
 import sources
 from data import Tokens
 from distill import IGNORE
+from files import Refusal
 from prepare import prepare
 from shards import FORMAT, Choice, digest, held_out
-from teachers import Refusal
 from tokenizer import Tokenizer
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # line breaks fuse, as in Llama-3

@@ -43,8 +43,8 @@ import train
 from conftest import random_net
 from data import Tokens
 from eval import AVG9, OUTSIDE
+from files import Refusal
 from model import Transformer
-from teachers import Refusal
 from test_reproduce import Inline
 from tokenizer import Tokenizer
 

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 import data
 import sources
 from data import Mixture, Tokens, describe, open_split, place_in_order, prepared
+from files import Refusal
 from prepare import prepare
 from shards import FORMAT, digest, held_out
-from teachers import Refusal
 
 ROOT = Path(data.__file__).parent
 

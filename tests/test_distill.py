@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distill
 from conftest import random_net
 from data import Tokens
+from distill import IGNORE, RECIPES, HeadLoss, Objective, align_sums, evaluate, kl_rows, losses
 from prepare import prepare
 from tokenizer import Tokenizer
-from distill import IGNORE, RECIPES, HeadLoss, Objective, align_sums, evaluate, kl_rows, losses
 
 RANDOM = torch.Generator()
 ALL = ("q", "k", "v", "o", "gate", "up", "hidden", "attn_out", "ffn_out")

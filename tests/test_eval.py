@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 import eval as ours
 from data import Tokens
-from prepare import prepare
-from tokenizer import Tokenizer
 from eval import mean_of_nine, task_table
+from files import Refusal
 from likelihood import Model, harness
 from model import Transformer
-from teachers import Refusal
+from prepare import prepare
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["import os\nos.path.", "def f(self, x):\n    return ", "for i in ", "", "class A:\n    def __init__(", "x = 1  ", "#" * 40, "import os\nos.path."]

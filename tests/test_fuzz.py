@@ -24,12 +24,12 @@ from tokenizers import AddedToken, Regex, Tokenizer as HF, decoders, models, nor
 import core
 import merge
 import runs
-from data import Tokens
 from config import Config
+from data import Tokens
+from files import Refusal, read_json
 from model import Transformer, rope_frequencies
 from prepare import prepare
 from shards import Choice, ShardWriter
-from teachers import Refusal, read_json
 from test_chat import TEMPLATES
 from test_core import clone_of
 from test_tokenizer import LLAMA3, library

@@ -41,10 +41,10 @@ def test_the_network_knows_no_clone_and_merge_knows_no_loop():
             found |= new
             new = set().union(*(imports[m] for m in new)) - found
         return found
-    assert reach("model") == {"config", "teachers"}
-    assert reach("core") == {"config", "lrc", "model", "teachers"}
+    assert reach("model") == {"config", "files", "teachers"}
+    assert reach("core") == {"config", "files", "lrc", "model", "teachers"}
     assert not reach("merge") & {"train", "distill", "data"}
-    assert reach("prepare") == {"chat", "shards", "sources", "teachers", "tokenizer"}
+    assert reach("prepare") == {"chat", "files", "shards", "sources", "tokenizer"}
     assert not (reach("audit") | reach("eval")) & {"train", "reproduce"}
     assert all(name not in reach(name) for name in (p.stem for p in FILES))  # no cycles
 
@@ -53,4 +53,4 @@ def test_the_network_knows_no_clone_and_merge_knows_no_loop():
 def test_every_file_says_what_it_is_and_reads_no_private_name_of_another(path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text))
-    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|starts|core|distill|data|sources|prepare|shards|tokenizer|runs|plan|merge|teachers|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train|session)\._[a-z]", text)
+    assert not re.search(r"\b(config|bench|bench_parts|measure|peers|model|lrc|starts|core|distill|data|sources|prepare|shards|tokenizer|runs|plan|merge|teachers|files|chat|audit|neurons|eval|likelihood|reproduce|experiments|flags|optimizer|watch|train|session)\._[a-z]", text)

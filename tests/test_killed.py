@@ -27,9 +27,9 @@ import session
 import starts
 import train
 import watch
+from files import Refusal
 from model import Transformer
 from optimizer import make_optimizer, training_state
-from teachers import Refusal
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SIX = ["--steps", "6", "--save-every", "2", "--eval-every", "3"]

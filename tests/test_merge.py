@@ -18,11 +18,11 @@ import merge
 import model
 import runs
 import train
-from conftest import SHAPE, random_net
-from tokenizer import Tokenizer
 from config import Config
+from conftest import SHAPE, random_net
+from files import Refusal
 from model import Transformer
-from teachers import Refusal
+from tokenizer import Tokenizer
 
 ROOT = Path(merge.__file__).parent
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from config import Config
+from files import Refusal
 from model import RMSNorm, Transformer, rope_frequencies, rope_table, rotate, unit_rms
-from teachers import Refusal
 
 LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 YARN = dict(factor=4.0, original_max_position_embeddings=8192)

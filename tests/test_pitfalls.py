@@ -31,12 +31,13 @@ import merge
 import plan
 import runs
 import train
+from config import Config
 from conftest import SHAPE, random_net
 from distill import HeadLoss, Objective, evaluate, kl_rows, losses
-from config import Config
+from files import Refusal
 from flags import objective_of
 from model import Transformer, rope_frequencies
-from teachers import PRESETS, Refusal
+from teachers import PRESETS
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import core
 import plan
 import train
+from config import Config
 from conftest import SHAPE, random_net
 from distill import losses
+from files import Refusal
 from flags import Args, objective_of, parse, teacher_dtypes
-from config import Config
-from teachers import PRESETS, Refusal
+from teachers import PRESETS
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 import shards
 import sources
 from data import Tokens, main
+from files import Refusal
 from prepare import prepare
 from shards import Choice, held_out
 from sources import CHAT_COLUMNS, Bad, read, source_files, units_of
-from teachers import Refusal
 from test_chat import TEMPLATES, home, jsonl, model, talk
 from test_data import Numbers, refused, stored
 from tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from test_train import command
 import data
 import runs
 import train
+from files import Refusal
 from model import Transformer
-from teachers import Refusal
 
 STEPS, ACCUM, BATCH = 6, 2, 2
 pytestmark = pytest.mark.usefixtures("elsewhere")

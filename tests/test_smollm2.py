@@ -15,11 +15,11 @@ import likelihood
 import runs
 import train
 from data import Tokens
-from prepare import prepare
-from tokenizer import Tokenizer
 from model import Transformer
+from prepare import prepare
 from smollm2 import smollm2_folder, wikipedia_leads
 from tasks import tasks_folder
+from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,9 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 from huggingface_hub.utils import filter_repo_objects
 
 from config import Config
+from files import Refusal, read_json
 from model import Transformer
-from teachers import HERE, PRESETS, WANTED, Refusal, read_json, resolve
+from teachers import HERE, PRESETS, WANTED, resolve
 
 REPO, COMMIT, TOKEN = "meta-llama/Llama-3.2-3B-Instruct", "0123456789abcdef0123456789abcdef01234567", "hf_secret123"
 FILES = ("config.json", "model.safetensors", "tokenizer.json")

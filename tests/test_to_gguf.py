@@ -12,8 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import to_gguf
 from conftest import random_net
+from files import Refusal
 from smollm2 import INNER, OUTER
-from teachers import Refusal
 from to_gguf import LLAMA3, SPLITS, write_gguf
 from tokenizer import PATTERNS, Tokenizer
 

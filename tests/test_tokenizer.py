@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer as HF, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import tokenizer
+from files import Refusal
 from smollm2 import smollm2_folder, unpack, wikipedia_leads
-from teachers import Refusal
 from tokenizer import Tokenizer, byte_alphabet
 from vocabularies import vocabulary_folder
 

@@ -21,9 +21,9 @@ import runs
 import starts
 import train
 from distill import IGNORE
+from files import Refusal
 from flags import objective_of, terms
 from model import Transformer
-from teachers import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--width", "12", "--batch-size", "2", "--seq-len", "16", "--steps", "6", "--lr", "1e-3", "--calibration-tokens", "512",

@@ -17,8 +17,8 @@ import session
 import starts
 import train
 import watch
+from files import Refusal
 from model import Transformer
-from teachers import Refusal
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 NAN = float("nan")
