@@ -351,6 +351,9 @@ def test_sharing_changes_no_bit_and_checkpoints_are_whole(teacher_folder, tmp_pa
         with pytest.raises(AssertionError):  # the crash
             launch(tmp_path, name, [*base, *first], 2, stop_at=3)
         assert runs.newest_checkpoint(out).name == "step-0000002"
+        record = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        record["args"]["shard"] = False  # no flag takes it back
+        (out / "config.json").write_text(json.dumps(record), encoding="utf-8")
         _, resumed, _, _ = launch(tmp_path, name, ["--resume", *then], 2)
         assert all(torch.equal(resumed[key], one[key]) for key in one)
         assert all(torch.equal(t, moments[key]) for key, t in moments_of(out).items())
