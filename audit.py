@@ -57,8 +57,9 @@ class Weights:
             raise Refusal(f"{self.folder}: tensor {name} is missing")
         file, key = self.place[name]
         shape = self.config.intermediate_size, self.config.hidden_size
+        expected = torch.empty(shape[::-1] if kind == "down" else shape, device="meta")
         with opened(file) as tensors:
-            W = checked(tensors.get_tensor(key), key, torch.empty(shape[::-1] if kind == "down" else shape, device="meta"), file, self.config, torch.float64)
+            W = checked(tensors.get_tensor(key), key, expected, file, self.config, torch.float64)
         return W.T if kind == "down" else W
 
 
@@ -81,7 +82,8 @@ def pair(teacher: str, student: str, text: bool = False) -> tuple[Weights, Weigh
 
 def must_be_narrower(teacher: Config, student: Config, name: str) -> None:
     if student.hidden_size > teacher.hidden_size:
-        raise Refusal(f"{name}: {student.hidden_size} wide, its teacher {teacher.hidden_size}: a student is the narrower of the two; were they swapped?")
+        raise Refusal(f"{name}: {student.hidden_size} wide, its teacher {teacher.hidden_size}: a student is the narrower of the two; "
+                      "were they swapped?")
 
 
 # ------------------------------------------------------------------------------------------------ reach
@@ -107,8 +109,8 @@ def show_reach(teacher: Config, student: Config) -> str:
     for row in reach(teacher, student):
         gap = 1 - row["reachable"] / row["kept"]
         note = f"{gap:.1%}" if gap else "no gap" if row["projected"] else "no gap: not W_T P"
-        text.append(f"{row['kind']:<11}{row['many']:>9}{row['kept']:>9} x{row['width']:>6}{row['reachable']:>9}{note:>14}{plan.count(row['deployed']):>18}"
-                    f"{plan.count(row['deployed'] * (1 - gap)):>10}")
+        text.append(f"{row['kind']:<11}{row['many']:>9}{row['kept']:>9} x{row['width']:>6}{row['reachable']:>9}{note:>14}"
+                    f"{plan.count(row['deployed']):>18}{plan.count(row['deployed'] * (1 - gap)):>10}")
     return "\n".join(text)
 
 
@@ -125,13 +127,15 @@ def outside(W_T: Tensor, W: Tensor) -> float:
 def energy(teacher: str, student: str) -> dict[str, list[float]]:
     """{"gate": share of each layer, "up": ..., "down": ...}; 0 for plain LRC, up to rounding, whatever it was trained on."""
     theirs, ours = pair(teacher, student)
-    return {kind: [outside(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for layer in range(ours.config.num_hidden_layers)] for kind in KINDS}
+    layers = range(ours.config.num_hidden_layers)
+    return {kind: [outside(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for layer in layers] for kind in KINDS}
 
 
 def show_energy(shares: dict[str, list[float]]) -> str:
-    rows = [[f"{layer}", *(f"{100 * share:.2f}" for share in layers)] for layer, layers in enumerate(zip(*shares.values()))]
+    rows = [["layer", *(f"{kind}, %" for kind in shares)]]
+    rows += [[f"{layer}", *(f"{100 * share:.2f}" for share in each)] for layer, each in enumerate(zip(*shares.values()))]
     rows.append(["mean", *(f"{100 * sum(layers) / len(layers):.2f}" for layers in shares.values())])
-    return "\n".join(f"{row[0]:<8}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [["layer", *(f"{k}, %" for k in shares)], *rows])
+    return "\n".join(f"{name:<8}" + "".join(f"{cell:>9}" for cell in cells) for name, *cells in rows)
 
 
 def draw_energy(shares: dict[str, list[float]], picture: Path) -> None:
@@ -197,8 +201,8 @@ def effective_ranks(net: Transformer, batches) -> list[tuple[float, float]]:
 
 
 def spectrum(W_T: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W_T (out, H), W (out, r) -> singular values of W_T (k,), largest first, and along its left singular vectors t_i the share of
-    energy of the teacher's matrix, s_i^2 / sum s^2, and of the student's, |t_i^T W|^2 / |W|^2, (k,) each. What the last lacks of 1 is outside."""
+    """W_T (out, H), W (out, r) -> singular values of W_T (k,), largest first, and along its left singular vectors t_i the share of energy
+    of the teacher's matrix, s_i^2 / sum s^2, and of the student's, |t_i^T W|^2 / |W|^2, (k,) each. What the last lacks of 1 is outside."""
     T = span(W_T)  # (out, k)
     s = (T.T @ W_T).norm(dim=1)  # |t_i^T W_T| = s_i
     return s, s.pow(2) / s.pow(2).sum(), (T.T @ W).pow(2).sum(1) / W.pow(2).sum().clamp(min=1e-300)
@@ -222,7 +226,8 @@ def draw_spectrum(named: dict[str, tuple[Tensor, Tensor, Tensor]], picture: Path
 def held_out_text(args, folder: Path, config: Config):
     """(tokenizer, a function that starts over the held-out windows (ids, targets) of --text)."""
     if not 1 <= args.seq_len <= config.max_position_embeddings or args.tokens < 1:
-        raise Refusal(f"--seq-len {args.seq_len}, --tokens {args.tokens}: at least 1, and a window within the model's {config.max_position_embeddings} positions")
+        raise Refusal(f"--seq-len {args.seq_len}, --tokens {args.tokens}: at least 1, and a window within the model's "
+                      f"{config.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
     held = Tokens(prepare(args.text, tokenizer, quiet=True), "val", args.seq_len, tokenizer)
     return tokenizer, lambda: held.spread(max(1, args.tokens // args.seq_len), max(1, 2048 // args.seq_len))
@@ -292,10 +297,12 @@ def spectrum_command(args) -> None:
     theirs, ours = pair(args.teacher, args.student)
     layer = layer_range(str(args.layer), ours.config.num_hidden_layers)[0]
     named = {kind: spectrum(theirs.mlp(layer, kind), ours.mlp(layer, kind)) for kind in KINDS}
-    print(f"layer {layer}, share of energy in the top singular directions of W_T\n{'':<16}" + "".join(f"{share:>9}" for share in ("1/16", "1/4", "1/2", "all")))
+    print(f"layer {layer}, share of energy in the top singular directions of W_T")
+    print(f"{'':<16}" + "".join(f"{part:>9}" for part in ("1/16", "1/4", "1/2", "all")))
     for kind, (s, *shares) in named.items():
         for who, share in zip(("teacher", "student"), shares):
-            print(f"{kind + ', ' + who:<16}" + "".join(f"{share[:max(1, len(s) * part // 16)].sum():>9.3f}" for part in (1, 4, 8, 16)))
+            top = [share[:max(1, len(s) * sixteenths // 16)].sum() for sixteenths in (1, 4, 8, 16)]
+            print(f"{kind + ', ' + who:<16}" + "".join(f"{value:>9.3f}" for value in top))
     if args.picture:
         draw_spectrum(named, args.picture)
 
@@ -323,8 +330,10 @@ def arguments() -> argparse.ArgumentParser:
             p.add_argument("--seq-len", type=int, default=128, help="tokens a window (default: 128)")
             p.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
         return p
-    command(reach_command, "what plain LRC deploys and cannot train, from configs alone", "?").add_argument("--width", type=int, help="student width, without a folder")
-    command(energy_command, "share of each MLP matrix outside the teacher's span").add_argument("--picture", type=Path, help="file to draw it to (.png, .svg)")
+    p = command(reach_command, "what plain LRC deploys and cannot train, from configs alone", "?")
+    p.add_argument("--width", type=int, help="student width, without a folder")
+    p = command(energy_command, "share of each MLP matrix outside the teacher's span")
+    p.add_argument("--picture", type=Path, help="file to draw it to (.png, .svg)")
     p = command(remove_command, "the student without its complement: scored, and written with --out", text=True)
     p.add_argument("--layers", nargs="+", default=["all"], help="all, 3 or 0-2; several are scored one after another (default: all)")
     p.add_argument("--matrices", default=",".join(KINDS), help="of gate,up,down (default: the three together)")

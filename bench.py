@@ -5,11 +5,11 @@
     python bench.py eval --model FOLDER --local TASKS
     python bench.py --markdown FILE     # the table also to FILE
 
-A ratio is the median over repeats, A and B timed in turns, so that what else the machine does meets both; beside it the least and the largest
-repeat. On a CPU the clock is the process's own time on one thread (not `ranks`, which waits), on a GPU the wall's after a synchronisation. Random
-weights of real shapes. On a CPU they are those of the published Llama-3.2-3B -> 1536 with every width and the length divided by 8 and 4
-of its 28 layers; tokens are counted as there, a sequence for 2,048. Its step has 24 sequences: 3 on each of 8 devices, or on one device
-4 micro-batches of 6, which is what is run where nothing else is said. On a GPU the widths are whole.
+A ratio is the median over repeats, A and B timed in turns, so that what else the machine does meets both; beside it the least and the
+largest repeat. On a CPU the clock is the process's own time on one thread (not `ranks`, which waits), on a GPU the wall's after a
+synchronisation. Random weights of real shapes. On a CPU they are those of the published Llama-3.2-3B -> 1536 with every width and the
+length divided by 8 and 4 of its 28 layers; tokens are counted as there, a sequence for 2,048. Its step has 24 sequences: 3 on each of
+8 devices, or on one device 4 micro-batches of 6, which is what is run where nothing else is said. On a GPU the widths are whole.
 Rows that take whole steps are below, those of a part by itself in bench_parts.py. What the two sides do is written in peers.py, where it
 is not this repository's own code. The aims were set before anything was measured.
 """
@@ -46,31 +46,39 @@ from teachers import PRESETS
 
 
 def mapped(device) -> list[Row]:
-    """What core's map between coordinates and weights adds to a step: core / dense, for the three kinds of bases. The published 1.12 does not state its batch."""
-    rows, (c, r, _, length), kinds = [], paper_shape(device), ("compact", "explicit", "implicit")
+    """What core's map between coordinates and weights adds to a step: core / dense, for the three kinds of bases. The published 1.12 does
+    not state its batch."""
+    rows, (c, r, _, length) = [], paper_shape(device)
+    kinds = ("compact", "explicit", "implicit")
+    modes = ("dense", *(f"core --bases {kind}" for kind in kinds))
     for batch, accum, aim in ((6, 1, "≤ 1.10"), (6, 4, "≤ 1.03"), (3, 1, "")):
-        dense, *cores = side_by_side([Distillation(c, r, batch, length, accum, f"--mode {flags}").step for flags in ("dense", *(f"core --bases {k}" for k in kinds))],
+        dense, *cores = side_by_side([Distillation(c, r, batch, length, accum, f"--mode {mode}").step for mode in modes],
                                      device, 9 if accum == 1 else 5)
-        rows += [ratio(f"step, core with {kind} bases / dense, {accum} micro-batch{'es' * (accum > 1)} of {batch} sequences", core_, dense, aim if kind == "compact" else "")
-                 for kind, core_ in zip(kinds, cores)]
+        size = f"{accum} micro-batch{'es' * (accum > 1)} of {batch} sequences"
+        for kind, core_ in zip(kinds, cores):
+            rows.append(ratio(f"step, core with {kind} bases / dense, {size}", core_, dense, aim if kind == "compact" else ""))
         gc.collect()
     return rows
 
 
 def bases(device) -> list[Row]:
-    """Bytes of frozen bases of all gate, up and down of Qwen2.5-3B in fp32, from one matrix as it is allocated, of a quarter of its sides."""
+    """Bytes of frozen bases of all gate, up and down of Qwen2.5-3B in fp32, from one matrix as it is allocated, of a quarter of its
+    sides."""
     c = Config.from_hf(PRESETS["qwen2.5-3b"]["config"])
     W_T = torch.randn(c.intermediate_size // 4, c.hidden_size // 4, generator=torch.Generator().manual_seed(0))
     plain = lrc.Plain(W_T, W_T[:, :8], False)
-    maps = {"explicit": core.Opened(plain, core.complement(plain.T)), "compact": core.Compact(plain), "implicit": core.Compact(plain, W_T)}
+    maps = {"explicit": core.Opened(plain, core.complement(plain.T)),
+            "compact": core.Compact(plain),
+            "implicit": core.Compact(plain, W_T)}
     aims = {"explicit": "U_perp alone in bf16: 21.3 GB (published: 7 to 28)", "implicit": "≤ 6 GB"}
     size = lambda m: sum(b.numel() * b.element_size() for b in m.buffers()) * 16 * 3 * c.num_hidden_layers
-    return [Row(f"frozen bases of core, Qwen2.5-3B, fp32, {kind}", f"{size(m) / 1e9:.1f} GB", "", aims.get(kind, "")) for kind, m in maps.items()]
+    return [Row(f"frozen bases of core, Qwen2.5-3B, fp32, {kind}", f"{size(m) / 1e9:.1f} GB", "", aims.get(kind, ""))
+            for kind, m in maps.items()]
 
 
 def step(device) -> list[Row]:
-    """A whole step, all losses, map, clipping and AdamW included, over the least that distilling with logits costs: the teacher's forward pass
-    and plain training of the student without an optimizer."""
+    """A whole step, all losses, map, clipping and AdamW included, over the least that distilling with logits costs: the teacher's forward
+    pass and plain training of the student without an optimizer."""
     rows = []
     for mode in ("core --bases compact", "core --bases explicit", "dense"):
         ours = Distillation(*paper_shape(device), 4, f"--mode {mode}")
@@ -82,15 +90,17 @@ def step(device) -> list[Row]:
 
 
 def beside_lrc(device) -> list[Row]:
-    """Our step over LRC's, written anew from its description (peers.lrc_step), its coordinates clipped and stepped by the same AdamW: in mode core with all our losses, and as plain LRC
-    with the terms and the coordinates that LRC has. LRC's code repeats its products with W_T in each micro-batch, so it matters how many a step has."""
+    """Our step over LRC's, written anew from its description (peers.lrc_step), its coordinates clipped and stepped by the same AdamW: in
+    mode core with all our losses, and as plain LRC with the terms and the coordinates that LRC has. LRC's code repeats its products with
+    W_T in each micro-batch, so it matters how many a step has."""
     rows, (c, r, _, length) = [], paper_shape(device)
     kinds = {"core": "--mode core --bases compact", "plain LRC, its own recipe": "--mode lrc --recipe clone --coordinates teacher"}
     for batch, accum in ((1, 24), (6, 4), (3, 1)):
         for kind, flags in kinds.items():
             a, b = side_by_side(both_steps(Distillation(c, r, batch, length, accum, flags)), device, 9 if accum == 1 else 3)
-            rows.append(ratio(f"our step, {kind} / LRC's step rewritten, {accum} micro-batch{'es' * (accum > 1)} of {batch} sequence{'s' * (batch > 1)}", a, b,
-                              "≤ 0.7" if (accum, kind) == (24, "core") else ""))
+            size = f"{accum} micro-batch{'es' * (accum > 1)} of {batch} sequence{'s' * (batch > 1)}"
+            aim = "≤ 0.7" if (accum, kind) == (24, "core") else ""
+            rows.append(ratio(f"our step, {kind} / LRC's step rewritten, {size}", a, b, aim))
             gc.collect()
     return rows
 
@@ -124,17 +134,18 @@ def compiled(device) -> list[Row]:
         inductor.step()
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return [ratio("step, `--compile` / eager", a, b, "≤ 0.9 on CUDA"),
-            Row("graph breaks, and compiled graphs (student and teacher), in 50 steps", f"{breaks}, {graphs}", f"the first step took {first:.0f} s", "0, and ≤ 2")]
+            Row("graph breaks, and compiled graphs (student and teacher), in 50 steps", f"{breaks}, {graphs}",
+                f"the first step took {first:.0f} s", "0, and ≤ 2")]
 
 
 def ranks(device) -> list[Row]:
-    """train.py on the embedded teacher, one thread a rank: tokens/s of a rank of two, over those of two runs of one rank at the same time, so that both sides
-    keep two cores busy and the ranks' waiting for each other is what differs. Wall time."""
+    """train.py on the embedded teacher, one thread a rank: tokens/s of a rank of two, over those of two runs of one rank at the same time,
+    so that both sides keep two cores busy and the ranks' waiting for each other is what differs. Wall time."""
     def launched(folder: str, count: int) -> subprocess.Popen:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
         flags = f"--init orthonormal --steps 24 --eval-tokens 128 --save-every 100 --out {folder}".split()
-        return subprocess.Popen([sys.executable, *launch, "train.py", *flags], cwd=Path(__file__).parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return subprocess.Popen([sys.executable, *launch, "train.py", *flags], cwd=Path(__file__).parent,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def throughput(count: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -142,58 +153,64 @@ def ranks(device) -> list[Row]:
             for running in [launched(out, count) for out in outs]:
                 if running.wait():
                     raise Refusal(f"train.py on {count} ranks failed; run it by hand to see why")
-            return statistics.median(row["tokens_per_second"] / count for out in outs for row in runs.read_metrics(Path(out)) if row["step"] > 4 and "loss" in row)
+            rows = [row for out in outs for row in runs.read_metrics(Path(out))]
+            return statistics.median(row["tokens_per_second"] / count for row in rows if row["step"] > 4 and "loss" in row)
     if device.type != "cpu" and torch.get_device_module(device).device_count() < 2:
         raise Refusal("two ranks need two devices")
     pairs = [(throughput(2), throughput(1)) for _ in range(3)]
     each = [two / one for two, one in pairs]
+    two, one = (statistics.median(side) for side in zip(*pairs))
     return [Row("tokens/s of a rank, 2 ranks / 2 runs of 1 rank, one thread each", f"{statistics.median(each):.3f}",
-                f"{min(each):.3f} to {max(each):.3f}; {statistics.median(p[0] for p in pairs):,.0f} / {statistics.median(p[1] for p in pairs):,.0f}", "≥ 0.9")]
+                f"{min(each):.3f} to {max(each):.3f}; {two:,.0f} / {one:,.0f}", "≥ 0.9")]
 
 
 def exponent(factor: float, values: list[float]) -> float:
-    """Of values at n, factor n, factor^2 n, each a constant and a power of the size: b = log((v3 - v2) / (v2 - v1)) / log(factor); nan where they fall."""
+    """Of values at n, factor n, factor^2 n, each a constant and a power of the size; nan where they fall:
+    b = log((v3 - v2) / (v2 - v1)) / log(factor)."""
     first, second, third = values
     return math.log((third - second) / (second - first)) / math.log(factor) if first < second < third else math.nan
 
 
 def growth(device) -> list[Row]:
-    """How a step's time grows along each size, the others fixed, beside how its FLOPs do (plan.py, whose count tests hold against torch's own). The
-    exponent is that of what the size adds: what does not depend on it is subtracted."""
+    """How a step's time grows along each size, the others fixed, beside how its FLOPs do (plan.py, whose count tests hold against torch's
+    own). The exponent is that of what the size adds: what does not depend on it is subtracted."""
     c, r, _, length = paper_shape(device, layers=2)
+    fields = {"layers": "num_hidden_layers", "width H and r": "hidden_size", "d_ff": "intermediate_size", "vocabulary": "vocab_size"}
     rows = []
     for name, factor in {"layers": 2, "width H and r": 2, "d_ff": 2, "vocabulary": 4, "length": 2}.items():
-        made, flops = [], []
+        size, made, flops = fields.get(name), [], []
         for f in (1, factor, factor ** 2):
-            size = {"layers": "num_hidden_layers", "width H and r": "hidden_size", "d_ff": "intermediate_size", "vocabulary": "vocab_size"}.get(name)
             shape = replace(c, **{size: getattr(c, size) * f}) if size else c
-            step = Distillation(shape, r * f if size == "hidden_size" else r, 2, length if size else length * f, 1, "--mode core --bases compact")
+            width = r * f if size == "hidden_size" else r
+            step = Distillation(shape, width, 2, length if size else length * f, 1, "--mode core --bases compact")
             made.append(step)
-            flops.append(2 * step.length * sum(plan.work(step.c, step.r, step.args).values()) + plan.map_work(step.c, step.r, "core", bases="compact"))
+            networks = 2 * step.length * sum(plan.work(step.c, step.r, step.args).values())
+            flops.append(networks + plan.map_work(step.c, step.r, "core", bases="compact"))
         times = [statistics.median(each) for each in side_by_side([m.step for m in made], device, 7)]
         del made
         gc.collect()
-        rows.append(Row(f"exponent of a step's time in {name}, to {factor ** 2} times", f"{exponent(factor, times):.2f}", ", ".join(f"{t:.3g} s" for t in times),
-                        f"{exponent(factor, flops):.2f}, that of its FLOPs"))
+        rows.append(Row(f"exponent of a step's time in {name}, to {factor ** 2} times", f"{exponent(factor, times):.2f}",
+                        ", ".join(f"{t:.3g} s" for t in times), f"{exponent(factor, flops):.2f}, that of its FLOPs"))
     return rows
 
 
 def speed(device) -> list[Row]:
     """Tokens/s of whole runs' steps, and the share of the matrix rate this machine reaches on one large product in the same precision."""
     rows, usual = [], torch.get_float32_matmul_precision()
-    shapes = {"SmolLM2-135M -> 288": ("smollm2-135m", 4, 256, "--mode core --bases compact")} if device.type == "cpu" else {
-        "SmolLM2-135M -> 288": ("smollm2-135m", 16, 2048, "--mode core --bases compact --tf32"),
-        "Llama-3.2-3B -> 1536": ("llama3.2-3b", 1, 2048, "--mode core --bases compact --checkpointing --tf32")}
-    side = 1024 if device.type == "cpu" else 8192
+    side, shapes = 8192, {"SmolLM2-135M -> 288": ("smollm2-135m", 16, 2048, "--mode core --bases compact --tf32"),
+                          "Llama-3.2-3B -> 1536": ("llama3.2-3b", 1, 2048, "--mode core --bases compact --checkpointing --tf32")}
+    if device.type == "cpu":
+        side, shapes = 1024, {"SmolLM2-135M -> 288": ("smollm2-135m", 4, 256, "--mode core --bases compact")}
     for name, (preset, batch, length, flags) in shapes.items():
-        made = Distillation(Config.from_hf(PRESETS[preset]["config"]), PRESETS[preset]["width"], batch, length, 1, flags, compile=device.type != "cpu")
+        c, r = Config.from_hf(PRESETS[preset]["config"]), PRESETS[preset]["width"]
+        made = Distillation(c, r, batch, length, 1, flags, compile=device.type != "cpu")
         torch.set_float32_matmul_precision("high" if made.args.tf32 else "highest")
         x = torch.randn(side, side, device=device, dtype=made.place.autocast or torch.float32)
         if device.type != "cpu":
             torch.get_device_module(device).reset_peak_memory_stats()
         taken, product = side_by_side([made.step, lambda: x @ x], device, 3 if device.type == "cpu" else 10)
         tokens, rate = batch * length, 2 * side ** 3 / statistics.median(product)
-        flops = tokens * sum(plan.work(made.c, made.r, made.args).values()) + plan.map_work(made.c, made.r, "core", bases=made.args.bases)
+        flops = tokens * sum(plan.work(c, r, made.args).values()) + plan.map_work(c, r, "core", bases=made.args.bases)
         spent = statistics.median(taken)
         held = "" if device.type == "cpu" else f", peak {torch.get_device_module(device).max_memory_allocated() / 1e9:.1f} GB"
         rows.append(Row(f"{name}, core, {batch} x {length} tokens a step", f"{tokens / spent:,.0f} tokens/s",
@@ -209,19 +226,21 @@ def precision(device) -> list[Row]:
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("float32", "bfloat16"):
-            command = [sys.executable, "train.py", *f"--init orthonormal --steps 200 --eval-every 200 --save-every 200 --dtype {dtype} --out {folder}/{dtype}".split()]
-            subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            flags = f"--init orthonormal --steps 200 --eval-every 200 --save-every 200 --dtype {dtype} --out {folder}/{dtype}".split()
+            subprocess.run([sys.executable, "train.py", *flags], cwd=Path(__file__).parent, check=True, capture_output=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})
             curves[dtype] = runs.read_metrics(Path(folder) / dtype)
     loss = {dtype: {row["step"]: row["loss"] for row in rows if "loss" in row} for dtype, rows in curves.items()}
     ends = {dtype: rows[-1]["val_ce"] for dtype, rows in curves.items()}
     apart = max(abs(loss["bfloat16"][s] / loss["float32"][s] - 1) for s in loss["float32"])
     listed = "; ".join(f"{s}: {loss['float32'][s]:.3f}, {loss['bfloat16'][s]:.3f}" for s in (1, 50, 100, 150, 200))
     return [Row("training loss, bf16 from fp32, largest difference in 200 steps", f"{apart:.1%}", f"step: fp32, bf16 {listed}"),
-            Row("held-out CE after them, bf16 - fp32", f"{ends['bfloat16'] - ends['float32']:+.4f}", f"{ends['float32']:.4f}, {ends['bfloat16']:.4f}")]
+            Row("held-out CE after them, bf16 - fp32", f"{ends['bfloat16'] - ends['float32']:+.4f}",
+                f"{ends['float32']:.4f}, {ends['bfloat16']:.4f}")]
 
 
-ROWS = dict(map=mapped, bases=bases, step=step, lrc=beside_lrc, loss=loss, chunks=chunks, forward=forward, start=start, compile=compiled, ranks=ranks, growth=growth,
-            speed=speed, precision=precision, eval=evaluation)
+ROWS = dict(map=mapped, bases=bases, step=step, lrc=beside_lrc, loss=loss, chunks=chunks, forward=forward, start=start,
+            compile=compiled, ranks=ranks, growth=growth, speed=speed, precision=precision, eval=evaluation)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -242,7 +261,8 @@ def main(argv: list[str] | None = None) -> None:
         if name not in ROWS:
             raise Refusal(f"no row {name!r}; there are {', '.join(ROWS)}")
     if "eval" in args.rows and not (args.model and args.local):
-        raise Refusal("eval needs --model FOLDER and --local TASKS; `python tests/smollm2.py CACHE` and `python tests/tasks.py CACHE` make both")
+        raise Refusal("eval needs --model FOLDER and --local TASKS; "
+                      "`python tests/smollm2.py CACHE` and `python tests/tasks.py CACHE` make both")
     torch.set_num_threads(1)
     device = find_place(parse([])).device
     rows, failed = [], False
@@ -253,7 +273,8 @@ def main(argv: list[str] | None = None) -> None:
         except (Refusal, OSError, subprocess.CalledProcessError) as error:  # the other rows still count
             failed, new = True, [Row(name, "not measured", str(error))]
         rows += new
-        print(f"{name}, {time.perf_counter() - begun:.0f} s: " + "; ".join(f"{row.what} {row.value} ({row.spread})" for row in new), file=sys.stderr, flush=True)
+        measured = "; ".join(f"{row.what} {row.value} ({row.spread})" for row in new)
+        print(f"{name}, {time.perf_counter() - begun:.0f} s: {measured}", file=sys.stderr, flush=True)
     text = f"{table(rows)}\n\n({machine(device)}; `{' '.join(['python bench.py', *args.rows])}`)\n"
     print(text)
     if args.markdown:

@@ -1,4 +1,4 @@
-"""How bench.py measures: two things in turns, a process alone; and what it measures, one distillation step of train.py at a stated shape."""
+"""How bench.py measures: two things in turns, a process alone. What it measures: one distillation step of train.py at a stated shape."""
 from __future__ import annotations
 
 import multiprocessing
@@ -45,7 +45,8 @@ def seconds(work, device: torch.device) -> float:
 
 
 def side_by_side(works: list, device: torch.device, repeats: int) -> list[list[float]]:
-    """Seconds of each work, by repeat, after one call of each to warm up. Every second repeat goes backwards: a drift of the machine meets all alike."""
+    """Seconds of each work, by repeat, after one call of each to warm up. Every second repeat goes backwards: a drift of the machine meets
+    all alike."""
     for work in works:
         work()
     taken = [[] for _ in works]
@@ -59,11 +60,13 @@ def side_by_side(works: list, device: torch.device, repeats: int) -> list[list[f
 def ratio(what: str, a: list[float], b: list[float], aim: str = "") -> Row:
     """a / b, repeat by repeat."""
     each = [x / y for x, y in zip(a, b)]
-    return Row(what, f"{statistics.median(each):.3f}", f"{min(each):.3f} to {max(each):.3f}; {statistics.median(a):.3g} s / {statistics.median(b):.3g} s", aim)
+    spread = f"{min(each):.3f} to {max(each):.3f}; {statistics.median(a):.3g} s / {statistics.median(b):.3g} s"
+    return Row(what, f"{statistics.median(each):.3f}", spread, aim)
 
 
 def alone(work, make) -> tuple[float, int]:
-    """work(make()) in a process of its own -> the CPU seconds of `work`, and the bytes by which it raises the process's resident memory. Linux, on the CPU."""
+    """work(make()) in a process of its own -> the CPU seconds of `work`, and the bytes by which it raises the process's resident memory.
+    Linux, on the CPU."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure_alone, args=(theirs, work, make))
@@ -79,7 +82,10 @@ def alone(work, make) -> tuple[float, int]:
 
 def measure_alone(pipe, work, make) -> None:
     torch.set_num_threads(1)
-    status = lambda key: next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(key))
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
     made = make()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark of the memory begins anew
     before, begun = status("VmRSS"), time.process_time()
@@ -95,8 +101,9 @@ def paper_shape(device: torch.device, layers: int = 4) -> tuple[Config, int, int
     share of the work."""
     s, full = 1 if device.type != "cpu" else 8, PRESETS["llama3.2-3b"]
     c = Config.from_hf(full["config"])
-    small = replace(c, hidden_size=c.hidden_size // s, intermediate_size=c.intermediate_size // s, num_attention_heads=c.num_attention_heads // s,
-                    num_key_value_heads=c.num_key_value_heads // s, num_hidden_layers=layers, vocab_size=c.vocab_size * layers // c.num_hidden_layers // s)
+    small = replace(c, hidden_size=c.hidden_size // s, intermediate_size=c.intermediate_size // s,
+                    num_attention_heads=c.num_attention_heads // s, num_key_value_heads=c.num_key_value_heads // s,
+                    num_hidden_layers=layers, vocab_size=c.vocab_size * layers // c.num_hidden_layers // s)
     return small, full["width"] // s, 6, 2048 // s
 
 
@@ -112,7 +119,8 @@ class Distillation:
     compile: bool = False
 
     def __post_init__(self):
-        self.args = parse(f"--init orthonormal --batch-size {self.batch} --seq-len {self.length} --accum {self.accum} --w-align 0.2 {self.flags}".split())
+        micro = f"--batch-size {self.batch} --seq-len {self.length} --accum {self.accum}"
+        self.args = parse(f"--init orthonormal {micro} --w-align 0.2 {self.flags}".split())
         self.place = find_place(self.args)
         device = self.place.device
         self.teacher = Transformer(self.c)
@@ -124,12 +132,14 @@ class Distillation:
         self.student.checkpointing = self.args.checkpointing
         self.optimizer = make_optimizer(self.clone, 1e-4)
         self.net, self.guide = (torch.compile(m) if self.compile else m for m in (self.student, self.teacher))
-        tokens = torch.randint(0, self.c.vocab_size, (self.accum, self.batch, self.length + 1), generator=torch.Generator().manual_seed(0))
+        shape = self.accum, self.batch, self.length + 1
+        tokens = torch.randint(0, self.c.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         self.micro = [(t[:, :-1], t[:, 1:]) for t in tokens]
         self.objective = objective_of(self.args, self.c.vocab_size)
 
     def step(self):
-        return train.take_step(self.clone, self.optimizer, self.net, self.guide, self.micro, self.objective, 1e-4, 1.0, self.place, [])[0]
+        return train.take_step(self.clone, self.optimizer, self.net, self.guide, self.micro, self.objective, 1e-4, 1.0,
+                               self.place, [])[0]
 
     def plain(self):
         """The same micro-batches through peers.plain_step."""
@@ -140,10 +150,15 @@ class Distillation:
 
 
 def table(rows: list[Row]) -> str:
-    return "\n".join(["| | measured | repeats, and seconds | aim |", "|---|---|---|---|", *(f"| {r.what} | {r.value} | {r.spread} | {r.aim} |" for r in rows)])
+    return "\n".join(["| | measured | repeats, and seconds | aim |", "|---|---|---|---|",
+                      *(f"| {r.what} | {r.value} | {r.spread} | {r.aim} |" for r in rows)])
 
 
 def machine(device: torch.device) -> str:
-    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")), platform.processor())
-    return f"{name}, one {'device' if device.type != 'cpu' else 'thread'}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    if device.type != "cpu":
+        name, unit = torch.get_device_module(device).get_device_name(), "device"
+    else:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+        unit = "thread"
+    return f"{name}, one {unit}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"

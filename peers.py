@@ -1,14 +1,14 @@
 """What bench.py compares with: the same step and the same loss, computed as others do. Nothing here is used to train.
 
-    plain_step       the student as an ordinary language model, and a forward pass of the teacher: the least that distilling with logits costs
-    lrc_step         plain LRC as its published code computes it, written anew from a description of that code
-    naive_loss       KL and CE from two whole tensors of logits, by autograd
+    plain_step    the student as an ordinary language model, and a forward pass of the teacher: the least that distilling with logits costs
+    lrc_step      plain LRC as its published code computes it, written anew from a description of that code
+    naive_loss    KL and CE from two whole tensors of logits, by autograd
 
-The published code of Low-Rank Clone (arXiv 2505.12781) keeps both models in one module whose layers advance the two streams together. q, k, v and o
-go through two products a token, x -> x P^T -> x P^T W_T^T, o at the teacher's width, where it is also compared; gate, up, down, the embedding and the
-head are rebuilt from W_T and P in each forward pass, and autograd goes back through that in each backward; every term of every layer is read from
-the device by itself. Written anew here from that description, on this project's own RoPE and attention. Its own recipe on 8 GPUs is one
-micro-batch of three sequences of 2,048 tokens a step and device.
+The published code of Low-Rank Clone (arXiv 2505.12781) keeps both models in one module whose layers advance the two streams together.
+q, k, v and o go through two products a token, x -> x P^T -> x P^T W_T^T, o at the teacher's width, where it is also compared; gate, up,
+down, the embedding and the head are rebuilt from W_T and P in each forward pass, and autograd goes back through that in each backward;
+every term of every layer is read from the device by itself. Written anew here from that description, on this project's own RoPE and
+attention. Its own recipe on 8 GPUs is one micro-batch of three sequences of 2,048 tokens a step and device.
 """
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from distill import IGNORE, KL_SCALE
 from model import Transformer, rope_table, widen
 
 
-def naive_loss(x: Tensor, weight: Tensor, targets: Tensor, x_t: Tensor, weight_t: Tensor, temperature: float = 40.0) -> tuple[Tensor, Tensor]:
+def naive_loss(x: Tensor, weight: Tensor, targets: Tensor, x_t: Tensor, weight_t: Tensor,
+               temperature: float = 40.0) -> tuple[Tensor, Tensor]:
     """x (N, r), weight (V, r), targets (N,), x_t (N, H), weight_t (V, H) -> the sums over tokens of kl and ce, as distill.HeadLoss."""
     z = widen(x @ weight.T)  # (N, V)
     with torch.no_grad():
         t = widen(x_t @ weight_t.T)  # (N, V)
     kl = F.kl_div(F.log_softmax(z / temperature, -1), F.log_softmax(t / temperature, -1), reduction="none", log_target=True).sum(-1)
-    return KL_SCALE * temperature ** 2 * torch.where(targets != IGNORE, kl, 0).sum(), F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
+    kl = KL_SCALE * temperature ** 2 * torch.where(targets != IGNORE, kl, 0).sum()
+    return kl, F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="sum")
 
 
 def plain_step(student: Transformer, teacher: Transformer | None, ids: Tensor, targets: Tensor) -> None:
@@ -45,7 +47,8 @@ def projections(teacher: Transformer, width: int) -> dict[str, Tensor]:
     return {name: p.to(teacher.lm_head.weight.device).requires_grad_() for name, p in made.items()}
 
 
-def lrc_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targets: Tensor, w_align: float = 0.2, temperature: float = 40.0) -> dict[str, float]:
+def lrc_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targets: Tensor, w_align: float = 0.2,
+             temperature: float = 40.0) -> dict[str, float]:
     """One micro-batch, ids and targets (B, T), gradients included, no optimizer -> the terms, as sums over its tokens."""
     c, W = teacher.config, dict(teacher.named_parameters())
     cos_sin = rope_table(teacher.rope_freq, torch.arange(ids.shape[1], device=ids.device))
@@ -63,7 +66,8 @@ def lrc_step(teacher: Transformer, P: dict[str, Tensor], ids: Tensor, targets: T
             ffn_out = block.mlp.down_proj(product)
             h_T = h_T + ffn_out
         x = norm(h_S, P[f"{at}input_layernorm.weight"])
-        two = lambda name: F.linear(x @ P[f"{at}self_attn.{name}.weight"].T, W[f"{at}self_attn.{name}.weight"], W.get(f"{at}self_attn.{name}.bias"))
+        two = lambda name: F.linear(x @ P[f"{at}self_attn.{name}.weight"].T,
+                                    W[f"{at}self_attn.{name}.weight"], W.get(f"{at}self_attn.{name}.bias"))
         ours = {name: two(f"{name}_proj") for name in ("q", "k", "v")}
         ours["attn_out"] = block.self_attn.o_proj(block.self_attn.attend(ours["q"], ours["k"], ours["v"], *cos_sin))  # (B, T, H)
         h_S = h_S + ours["attn_out"] @ P[f"{at}self_attn.o_proj.weight"]

@@ -19,8 +19,10 @@ FREE = ("scratch", "pretrain")  # nothing inherited
 
 
 def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
-    """name -> (group, how many, kept side, inherited side): W_T is kept x inherited (down, o: transposed), the student's kept x r."""
-    heads, kv, F, H, V, L = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size, c.hidden_size, c.vocab_size, c.num_hidden_layers
+    """name -> (group, how many, kept side, inherited side): W_T is kept x inherited (down, o: transposed), the student's kept x r.
+    The inherited side is the teacher's width H in every row: the one side that a student narrows."""
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    H, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     return {"q": ("attention", L, heads, H), "k": ("attention", L, kv, H), "v": ("attention", L, kv, H), "o": ("attention", L, heads, H),
             "gate": ("mlp", L, F, H), "up": ("mlp", L, F, H), "down": ("mlp", L, F, H),
             "embedding": ("embedding, head", 1 if c.tie_word_embeddings else 2, V, H)}
@@ -28,13 +30,17 @@ def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
 
 def shares(c: Config, ranks: int) -> list[dict[str, int]]:
     """How many of each matrix each rank has, as the loop shares them out."""
-    owner = share_out({(name, i): kept * inherited for name, (_, many, kept, inherited) in matrices(c).items() for i in range(many)}, ranks)
-    return [{name: sum(owner[name, i] == rank for i in range(many)) for name, (_, many, _, _) in matrices(c).items()} for rank in range(ranks)]
+    sizes = {(name, i): kept * inherited for name, (_, many, kept, inherited) in matrices(c).items() for i in range(many)}
+    shared = [dict.fromkeys(matrices(c), 0) for _ in range(ranks)]
+    for (name, _), rank in share_out(sizes, ranks).items():
+        shared[rank][name] += 1
+    return shared
 
 
 def numbers(c: Config, width: int, mode: str, coordinates: str = "span", share: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`, or for a share of its matrices. A span has min(kept, inherited)
-    dimensions, P (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is no span and every weight trains."""
+    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`, or for a share of its matrices.
+    A span has min(kept, inherited) dimensions, P (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is
+    no span and every weight trains."""
     groups: dict[str, dict[str, int]] = {}
     for name, (group, many, kept, inherited) in matrices(c).items():
         many = share[name] if share else many
@@ -64,7 +70,8 @@ H100 = {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12}  # FLOP/s, SXM, dense, by
 def work(c: Config, width: int, args: Args) -> dict[str, float]:
     """FLOPs a token of a training step, by part. A product of (a, b) by (b, c) is 2abc; softmaxes, norms and the like are left out.
     Attention counts all T x T pairs, as is usual for MFU, though a causal kernel computes half of them."""
-    block = sum(many * kept * inherited for group, many, kept, inherited in matrices(c).values() if group == "mlp" or group == "attention") / c.hidden_size
+    in_layers = [many * kept * inherited for group, many, kept, inherited in matrices(c).values() if group in ("mlp", "attention")]
+    block = sum(in_layers) / c.hidden_size  # numbers for each of the stream's
     # q k^T and p v: 2 products of T pairs a token x n heads x d, in each layer
     pairs = 2 * 2 * args.seq_len * c.num_attention_heads * c.head_dim * c.num_hidden_layers
     forward = lambda width: 2 * block * width + pairs
@@ -87,13 +94,17 @@ def work(c: Config, width: int, args: Args) -> dict[str, float]:
 
 
 def map_work(c: Config, width: int, mode: str, coordinates: str = "span", bases: str = "explicit", shards: int = 1) -> float:
-    """FLOPs a step between coordinates and weights, on every rank, or on the busiest of `shards` that share them out. W = T Z^T (+ C Zc^T) and back Z.grad = G^T T: for each number of the
-    bases 2r there and 2r back. core.Compact meets B twice and T_1 once, there and back; for B its implicit form meets W_T without H rows, and N."""
+    """FLOPs a step between coordinates and weights, on every rank, or on the busiest of `shards` that share them out. W = T Z^T (+ C Zc^T)
+    and back Z.grad = G^T T: for each number of the bases 2r there and 2r back. core.Compact meets B twice and T_1 once, there and back;
+    for B its implicit form meets W_T without H rows, and N."""
     if mode in FREE:
         return 0
-    met = {"compact": lambda kept, H: 2 * (kept - H) * H + H * H, "implicit": lambda kept, H: 2 * (kept - H) * H + 3 * H * H}
-    each = {name: 4 * width * (met[bases](kept, inherited) if group == "mlp" and bases in met and kept > inherited else basis(group, kept, inherited, mode, coordinates))
-            for name, (group, _, kept, inherited) in matrices(c).items()}
+    each = {}
+    for name, (group, _, kept, H) in matrices(c).items():
+        met = basis(group, kept, H, mode, coordinates)
+        if group == "mlp" and kept > H and bases in ("compact", "implicit"):
+            met = 2 * (kept - H) * H + (1 if bases == "compact" else 3) * H * H  # T_1; implicit: and N twice
+        each[name] = 4 * width * met
     return max(sum(many * each[name] for name, many in share.items()) for share in shares(c, shards))
 
 
@@ -119,7 +130,8 @@ def basis(group: str, kept: int, inherited: int, mode: str, coordinates: str = "
     return kept * (inherited if coordinates == "teacher" else min(kept, inherited))
 
 
-def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1, bases: str = "explicit") -> dict[str, int]:
+def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_bytes: int = 2, shards: int = 1,
+           bases: str = "explicit") -> dict[str, int]:
     """Bytes that a rank holds all through a run, by part; activations come on top. `teacher_bytes`: a number of the teacher (bf16 on CUDA);
     all else is fp32. `shards`: ranks that share the matrices out; what the fullest of them holds."""
     n, teacher = numbers(c, width, mode, coordinates), numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
@@ -130,9 +142,12 @@ def memory(c: Config, width: int, mode: str, coordinates: str = "span", teacher_
         n = numbers(c, width, mode, coordinates, share)
         trained = n["total"]["trained"]
         if mode in FREE:
-            return (guide if mode == "scratch" else {}) | {"student": 4 * deployed, "gradients": 4 * deployed, "optimizer (AdamW)": 8 * trained}
+            student = {"student": 4 * deployed, "gradients": 4 * deployed, "optimizer (AdamW)": 8 * trained}
+            return guide | student if mode == "scratch" else student
         own = n["mlp"]["trained"] * (mode == "dense") + n["norm gains"]["trained"]  # coordinates that are the deployed weights themselves
-        frozen_bases = sum(share[name] * basis(group, kept, inherited, mode, coordinates, bases) for name, (group, _, kept, inherited) in matrices(c).items())
+        frozen_bases = 0
+        for name, (group, _, kept, inherited) in matrices(c).items():
+            frozen_bases += share[name] * basis(group, kept, inherited, mode, coordinates, bases)
         return guide | {"student": 4 * deployed, "coordinates": 4 * (trained - own), "gradients": 4 * (deployed - frozen + trained - own),
                         "optimizer (AdamW)": 8 * trained, "bases T, C": 4 * frozen_bases}
     return max(map(of_rank, shares(c, shards)), key=lambda parts: sum(parts.values()))
@@ -142,20 +157,27 @@ def at_start(c: Config, width: int, mode: str, coordinates: str, teacher_bytes: 
     """Bytes held once the clone is built: no gradient and no moment yet, but the teacher as it was loaded, and for `dense` and bases
     that are not explicit too the spans of the MLP, from which they start."""
     if mode in FREE:
-        return sum(size for part, size in memory(c, width, mode, coordinates, teacher_bytes).items() if part.startswith(("teacher", "student")))
+        held = memory(c, width, mode, coordinates, teacher_bytes)
+        return sum(size for part, size in held.items() if part.startswith(("teacher", "student")))
     begun = memory(c, width, "lrc" if mode == "dense" or bases != "explicit" else mode, coordinates, teacher_bytes, shards)
     return sum(size for part, size in begun.items() if not part.startswith(("gradients", "optimizer")))
 
 
 def activations(c: Config, width: int, args: Args, teacher_bytes: int = 2) -> dict[str, int]:
-    """Bytes that one micro-batch adds at its fullest, at the end of its forward, by part; b bytes a number in what the matrices compute (bf16
-    autocast: 2), the stream in fp32. Counted for recipe lrc; tests measure every allocation of small models and agree to 3 %."""
-    tokens, L, r, H, F, V, n = args.batch_size * args.seq_len, c.num_hidden_layers, width, c.hidden_size, c.intermediate_size, c.vocab_size, c.num_attention_heads
+    """Bytes that one micro-batch adds at its fullest, at the end of its forward, by part; b bytes a number in what the matrices compute
+    (bf16 autocast: 2), the stream in fp32. Counted for recipe lrc; tests measure every allocation of small models and agree to 3 %."""
+    tokens, L, n = args.batch_size * args.seq_len, c.num_hidden_layers, c.num_attention_heads
+    r, H, F, V = width, c.hidden_size, c.intermediate_size, c.vocab_size
     half = args.dtype != "float32"
     b, heads = 2 if half else 4, 2 * (n + c.num_key_value_heads) * c.head_dim  # q, k, v, o: numbers a token
-    # kept for backward in a block: the stream before each norm and the same at RMS 1; what the matrices read of it (autocast casts it for
-    # each of the five, fp32 keeps one a norm); rotated q and k, v, the mix, log-sum-exps; gate, silu(gate), up, their product
-    block = 4 * 4 * r + (5 * 2 * r if half else 2 * 4 * r) + 2 * 4 + b * heads + 4 * n + 4 * b * F
+    # kept for backward in a block, bytes a token
+    stream = 4 * 4 * r  # before each of the two norms, and the same at RMS 1
+    scales = 2 * 4  # 1 / RMS of each norm
+    inputs = 5 * 2 * r if half else 2 * 4 * r  # what the matrices read: autocast casts it for each of the five, fp32 keeps one a norm
+    attention = b * heads  # rotated q and k, v, the mix
+    log_sums = 4 * n  # of each head's softmax
+    mlp = 4 * b * F  # gate, silu(gate), up, their product
+    block = stream + scales + inputs + attention + log_sums + mlp
     parts = {"student's blocks": tokens * L * (4 * r if args.checkpointing else block)}
     # of these one at a time. logits: 512 rows of z, t, dz and two logarithms of softmaxes, and one of the 512 before
     passing = {"logits": (5 if tokens <= 512 else 6) * min(512, tokens) * V * 4, "a block once more": tokens * block * args.checkpointing}
@@ -164,7 +186,8 @@ def activations(c: Config, width: int, args: Args, teacher_bytes: int = 2) -> di
         parts["taps of both models"] = tokens * L * (teacher_bytes * (heads + 2 * F + H) + ours)
         if not args.checkpointing:  # of each distance the gradient at the student's tap; in 16 bits one gate's or up's arithmetic in fp32
             passing["alignment's gradients"] = tokens * (L * (b * (heads + 2 * F) + 4 * r) + half * 3 * 4 * F)
-    elif args.stage == "distill" and "kl" in terms(args):  # gate and up, also of the block before, silu(gate), the product; q, k, v, o; the stream
+    elif args.stage == "distill" and "kl" in terms(args):
+        # gate and up, also of the block before, silu(gate), the product; q, k, v, o; the stream
         passing["a teacher's block"] = tokens * teacher_bytes * (6 * F + heads + 5 * H)
     largest = max(passing, key=passing.get)
     parts[largest] = passing[largest]
@@ -210,34 +233,51 @@ def show(args: Args) -> None:
         check_width(c, width)
         mode = args.mode
     args = replace(args, bases=chosen_bases(args.bases, mode, c.intermediate_size))
-    plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
-    distil = args.stage == "distill"
-    print(f"{'teacher' if distil else 'model':<10}{network(args)}: {c.model_type}, {c.num_hidden_layers} layers, H {c.hidden_size}, d_ff {c.intermediate_size} (rho "
-          f"{c.intermediate_size / c.hidden_size:.3f}), {c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, vocabulary "
-          f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(numbers(c, c.hidden_size, 'pretrain')['total']['deployed'])}")
-    if distil:
-        print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}" + (f", {args.bases} bases" if mode == "core" else ""))
-    print(f"\n{'':<24}{'deployed':>12}" + (f"{'trained: lrc':>15}{'trained: ' + mode:>17}" if distil else f"{'trained':>12}"))
-    for group, row in ours.items():
-        print(f"{group:<24}{count(row['deployed']):>12}" + (f"{count(plain[group]['trained']):>15}{count(row['trained']):>17}" if distil else f"{count(row['trained']):>12}"))
-    if distil:
-        print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down (1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size})"
-              f"; for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
+    show_numbers(c, width, mode, args)
     if args.preset == "paper":
+        of_distillation = ""
+        if args.stage == "distill":
+            of_distillation = (f", T {args.temperature:g}, lambda {args.w_align:g}, hidden {args.hidden}, "
+                               f"attention {args.attention} [sources differ: cosine or mse]")
+        print(f"\nrecipe    paper: lr {args.lr:g}, {args.schedule} to 0 after {args.warmup:.1%} warm-up, AdamW (0.9, 0.999), "
+              f"clip {args.clip:g}{of_distillation}")
         what, commands = PAPER_DATA[args.stage]
-        print(f"\nrecipe    paper: lr {args.lr:g}, {args.schedule} to 0 after {args.warmup:.1%} warm-up, AdamW (0.9, 0.999), clip {args.clip:g}"
-              + (f", T {args.temperature:g}, lambda {args.w_align:g}, hidden {args.hidden}, attention {args.attention} [sources differ: cosine or mse]" if args.stage == "distill" else "")
-              + f"\ndata      {what}", *(command.format(teacher=args.teacher) for command in commands), sep="\n          ")
+        print(f"data      {what}", *(command.format(teacher=args.teacher) for command in commands), sep="\n          ")
     world = ranks(args)
     step = args.batch_size * args.seq_len * args.accum * world
-    print(f"tokens    {args.batch_size} x {args.seq_len} x {args.accum} micro-batches x {world} ranks = {step:,} a step, x {args.steps:,} steps = {count(step * args.steps)}")
+    print(f"tokens    {args.batch_size} x {args.seq_len} x {args.accum} micro-batches x {world} ranks = {step:,} a step, "
+          f"x {args.steps:,} steps = {count(step * args.steps)}")
     show_work(c, width, mode, args, world, step)
     show_memory(c, width, mode, args, world)
 
 
+def show_numbers(c: Config, width: int, mode: str, args: Args) -> None:
+    """Shapes, numbers by group, and for a student what plain LRC could never reach."""
+    distil = args.stage == "distill"
+    plain, ours = (numbers(c, width, m, args.coordinates) for m in ("lrc", mode))
+    whole = numbers(c, c.hidden_size, "pretrain")["total"]["deployed"]
+    print(f"{'teacher' if distil else 'model':<10}{network(args)}: {c.model_type}, {c.num_hidden_layers} layers, "
+          f"H {c.hidden_size}, d_ff {c.intermediate_size} (rho {c.intermediate_size / c.hidden_size:.3f}), "
+          f"{c.num_attention_heads} heads / {c.num_key_value_heads} kv x {c.head_dim}, "
+          f"vocabulary {c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head, {count(whole)}")
+    if not distil:
+        print(f"\n{'':<24}{'deployed':>12}{'trained':>12}")
+        for group, row in ours.items():
+            print(f"{group:<24}{count(row['deployed']):>12}{count(row['trained']):>12}")
+        return
+    bases = f", {args.bases} bases" if mode == "core" else ""
+    print(f"student   r {width}, all else inherited, {count(ours['total']['deployed'])} deployed, mode {mode}{bases}")
+    print(f"\n{'':<24}{'deployed':>12}{'trained: lrc':>15}{'trained: ' + mode:>17}")
+    for group, row in ours.items():
+        print(f"{group:<24}{count(row['deployed']):>12}{count(plain[group]['trained']):>15}{count(row['trained']):>17}")
+    print(f"\nunreachable for plain LRC: {unreachable(c):.1%} of each gate, up and down "
+          f"(1 - H/d_ff = 1 - {c.hidden_size}/{c.intermediate_size}); "
+          f"for {mode}: {unreachable(c) if mode in ('lrc', 'slice') else 0:.1%}")
+
+
 def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: int) -> None:
     """FLOPs, and the hours they take under the stated assumption."""
-    parts, mapped, slow = work(c, width, args), map_work(c, width, mode, args.coordinates, args.bases), "tf32" if args.tf32 else "fp32"
+    parts, mapped = work(c, width, args), map_work(c, width, mode, args.coordinates, args.bases)
     total = (step * sum(parts.values()) + (1 if args.shard else world) * mapped) * args.steps
 
     def hours(args: Args) -> str:
@@ -246,17 +286,25 @@ def show_work(c: Config, width: int, mode: str, args: Args, world: int, step: in
         return f"{brief(world * each)} GPU-hours, {brief(each / 24)} days on {world} H100"
 
     nets, between = seconds(c, width, mode, args)
-    print(f"work      {sum(parts.values()) / 1e9:.3g} GFLOP a token: " + ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in parts.items())
-          + (f"\n          and between coordinates and weights, once a step {'shared out over the ranks' if args.shard else 'on every rank'}, {mapped / 1e12:.3g} TFLOP" if mapped else "") + f"; in all {total:.3g} FLOP")
-    print(f"time      {hours(args)}, assuming {args.mfu:.0%} of its peak: {H100['bf16'] / 1e12:.0f} TFLOP/s in bf16" + (f", {H100[slow] / 1e12:.0f} in {slow}" if mapped else "")
-          + f"\n          a step: {nets:.3g} s for the network" + (f", {between:.3g} s for the map" if mapped else ""))
+    listed = ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in parts.items())
+    peaks = f"{H100['bf16'] / 1e12:.0f} TFLOP/s in bf16"
+    taken = f"{nets:.3g} s for the network"
+    if mapped:
+        where, slow = "shared out over the ranks" if args.shard else "on every rank", "tf32" if args.tf32 else "fp32"
+        listed += f"\n          and between coordinates and weights, once a step {where}, {mapped / 1e12:.3g} TFLOP"
+        peaks += f", {H100[slow] / 1e12:.0f} in {slow}"
+        taken += f", {between:.3g} s for the map"
+    print(f"work      {sum(parts.values()) / 1e9:.3g} GFLOP a token: {listed}; in all {total:.3g} FLOP")
+    print(f"time      {hours(args)}, assuming {args.mfu:.0%} of its peak: {peaks}")
+    print(f"          a step: {taken}")
     if between > nets / 4 and not args.tf32:
         print(f"          with --tf32, the map at {H100['tf32'] / 1e12:.0f} TFLOP/s: {hours(replace(args, tf32=True))}")
 
 
 def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> None:
     """Memory a rank, the verdict, and where it does not fit what would make it."""
-    loaded, running = (4 if dtype == "float32" else 2 for dtype in teacher_dtypes(args, c.dtype, "float32" if args.dtype == "float32" else "bfloat16"))
+    of_student = "float32" if args.dtype == "float32" else "bfloat16"
+    loaded, running = (4 if dtype == "float32" else 2 for dtype in teacher_dtypes(args, c.dtype, of_student))
 
     def peak(mode: str, args: Args) -> tuple[dict, dict, float, float]:
         shards = world if args.shard else 1
@@ -265,17 +313,21 @@ def show_memory(c: Config, width: int, mode: str, args: Args, world: int) -> Non
         return held, added, start, max(sum(held.values()) + sum(added.values()), start) / 1e9
 
     held, added, start, most = peak(mode, args)
-    listed = lambda parts: ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items()) + f"; in all {sum(parts.values()) / 1e9:.3g}"
-    print(f"memory    GB a rank, held: {listed(held)}\n          a micro-batch of {args.batch_size} x {args.seq_len} adds: "
-          f"{listed(added)}\n          before the first step: {start / 1e9:.3g}")
+    gb = lambda parts: ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items()) + f"; in all {sum(parts.values()) / 1e9:.3g}"
+    print(f"memory    GB a rank, held: {gb(held)}")
+    print(f"          a micro-batch of {args.batch_size} x {args.seq_len} adds: {gb(added)}")
+    print(f"          before the first step: {start / 1e9:.3g}")
     if most <= args.gpu_memory:
         return print(f"verdict   {most:.3g} GB fits in {args.gpu_memory:g} GB")
     print(f"verdict   {most:.3g} GB does not fit in {args.gpu_memory:g} GB")
+    single = dict(batch_size=1, accum=args.accum * args.batch_size)
+    remedies = [("--checkpointing", mode, dict(checkpointing=True)),
+                ("--shard", mode, dict(shard=world > 1)),
+                ("--bases implicit", mode, dict(bases="implicit") if mode == "core" else {}),
+                (f"--batch-size 1 --accum {single['accum']}", mode, single),
+                ("--mode dense", "dense", dict(bases="explicit"))]
     tried = []
-    for name, mode_then, flags_then in [("--checkpointing", mode, dict(checkpointing=True)), ("--shard", mode, dict(shard=world > 1)),
-                                        ("--bases implicit", mode, dict(bases="implicit") if mode == "core" else {}),
-                                        (f"--batch-size 1 --accum {args.accum * args.batch_size}", mode, dict(batch_size=1, accum=args.accum * args.batch_size)),
-                                        ("--mode dense", "dense", dict(bases="explicit"))]:
+    for name, mode_then, flags_then in remedies:
         changed = replace(args, **flags_then)
         if changed == args and mode_then == mode or mode in FREE and mode_then == "dense":
             continue

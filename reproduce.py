@@ -42,7 +42,8 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, 97.5 % point, b
 
 
 def work(run: Run, flags: list[str], folder: str) -> dict:
-    """One run, in a process of its own -> its row. A run that stops by itself (a learning rate too high) has an `error` instead of figures."""
+    """One run, in a process of its own -> its row, with an `error` instead of figures where it stops by itself (a learning rate too
+    high)."""
     out = Path(folder) / "-".join(map(str, run)).replace(" ", "_").replace(",", "")
     shutil.rmtree(out, ignore_errors=True)  # of an interrupted attempt
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,8 @@ def work(run: Run, flags: list[str], folder: str) -> dict:
     return row | {
         "start_ce": evals[0]["val_ce"], **{k: evals[-1][k] for k in ("val_ce", "val_kl", "val_top1")}, "tokens": steps[-1]["tokens"],
         "teacher_ce": next(r["teacher"]["val_ce"] for r in metrics if "teacher" in r), "energy": audit.energy("tiny", str(out / "student")),
-        "training_seconds": round(sum(steps[0]["tokens"] / r["tokens_per_second"] for r in steps), 1), "seconds": round(time.time() - begun, 1),
+        "training_seconds": round(sum(steps[0]["tokens"] / r["tokens_per_second"] for r in steps), 1),
+        "seconds": round(time.time() - begun, 1),
         "threads": torch.get_num_threads(), **{k: record[k] for k in ("git_commit", "git_dirty", "torch")}}
 
 
@@ -105,7 +107,8 @@ class Book:
 
     def run(self, wanted: list[Run], pool, budgets_after: int = 0) -> None:
         """Run those of `wanted` that have no row yet; `budgets_after` is what comes after them, for the time left."""
-        todo = sorted((run for run in dict.fromkeys(wanted) if self.row(run) is None), key=lambda run: -run.budget)  # no core waits for a long last one
+        todo = [run for run in dict.fromkeys(wanted) if self.row(run) is None]
+        todo.sort(key=lambda run: -run.budget)  # no core waits for a long last one
         waiting = {pool.submit(work, run, flags_of(self.size, run), str(self.folder)): run for run in todo}
         left = (sum(run.budget for run in todo) + budgets_after) * self.size.steps
         while waiting:
@@ -132,14 +135,17 @@ class Book:
         if missing := [lr for lr in self.size.rates if lr not in done]:
             return missing
         best = min(done, key=done.get)
-        return [best * 2 if best == max(done) else best / 2] if self.size.extend and best in (min(done), max(done)) and len(done) < 7 else []
+        if not self.size.extend or best not in (min(done), max(done)) or len(done) >= 7:
+            return []
+        return [best * 2 if best == max(done) else best / 2]
 
     def rate(self, arm: str, width: int) -> float:
         done = self.sweep(*swept(arm, width))
         return min(done, key=done.get)
 
     def runs_of(self, case: Case) -> list[Run]:
-        return [Run(case.arm, case.width, case.budget, seed, self.rate(case.arm, case.width)) for seed in range(1, min(case.seeds, self.size.most_seeds) + 1)]
+        lr, seeds = self.rate(case.arm, case.width), min(case.seeds, self.size.most_seeds)
+        return [Run(case.arm, case.width, case.budget, seed, lr) for seed in range(1, seeds + 1)]
 
     def seeds(self, case: Case) -> dict[int, dict]:
         """seed -> row, of the runs that came to an end."""
@@ -169,22 +175,30 @@ def paired(ours: dict[int, dict], theirs: dict[int, dict]) -> tuple[float, float
     """Mean of CE - CE seed by seed, half its 95 % interval (Student's t), and the number of pairs."""
     differences = [ours[seed]["val_ce"] - theirs[seed]["val_ce"] for seed in ours.keys() & theirs.keys()]
     n = len(differences)
-    return statistics.mean(differences) if n else math.nan, T_95[n - 1] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.nan, n
+    mean = statistics.mean(differences) if n else math.nan
+    half = T_95[n - 1] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.nan
+    return mean, half, n
 
 
 def table(book: Book, cases: list[Case]) -> str:
-    text = ["| arm | r | tokens | lr | seeds | CE | KL to teacher | top-1 | outside the span, gate / up / down, % | CE − CE(other), paired, 95 % | s |",
-            "|---|---|---|---|---|---|---|---|---|---|---|"]
+    columns = ["arm", "r", "tokens", "lr", "seeds", "CE", "KL to teacher", "top-1", "outside the span, gate / up / down, %",
+               "CE − CE(other), paired, 95 %", "s"]
+    text = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for case in cases:
         rows = list(book.seeds(case).values())
         if not rows:
             text.append(f"| {case.arm} | {case.width} | failed |" + " |" * 8)
             continue
-        against = "<br>".join(f"{case.arm} − {arm}{f' × {budget}' if budget != case.budget else ''}: {mean:+.4f} ± {half:.4f} ({n})" for arm, budget in case.against
-                              for mean, half, n in [paired(book.seeds(case), book.seeds(Case(arm, case.width, budget, case.seeds)))])
-        energies = " / ".join(f"{100 * statistics.mean(statistics.mean(row['energy'][kind]) for row in rows):.2f}" for kind in rows[0]["energy"])
-        cells = [case.arm, case.width, f"{rows[0]['tokens']:,}", f"{rows[0]['lr']:g}", len(rows), *(spread([row[key] for row in rows]) for key in ("val_ce", "val_kl", "val_top1")),
-                 energies, against, f"{statistics.mean(row['seconds'] for row in rows):.0f}"]
+        energies = [statistics.mean(statistics.mean(row["energy"][kind]) for row in rows) for kind in rows[0]["energy"]]
+        against = []
+        for arm, budget in case.against:
+            mean, half, n = paired(book.seeds(case), book.seeds(Case(arm, case.width, budget, case.seeds)))
+            times = f" × {budget}" if budget != case.budget else ""
+            against.append(f"{case.arm} − {arm}{times}: {mean:+.4f} ± {half:.4f} ({n})")
+        cells = [case.arm, case.width, f"{rows[0]['tokens']:,}", f"{rows[0]['lr']:g}", len(rows),
+                 *(spread([row[key] for row in rows]) for key in ("val_ce", "val_kl", "val_top1")),
+                 " / ".join(f"{100 * energy:.2f}" for energy in energies), "<br>".join(against),
+                 f"{statistics.mean(row['seconds'] for row in rows):.0f}"]
         text.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(text)
 
@@ -194,8 +208,9 @@ def sweep_table(book: Book, families: list[tuple[str, int]]) -> str:
     rates = sorted({lr for done in sweeps.values() for lr in done})
     text = ["| arm | r | " + " | ".join(f"{lr:g}" for lr in rates) + " |", "|---|---|" + "---|" * len(rates)]
     for (arm, width), done in sweeps.items():
-        cell = lambda lr: "" if lr not in done else f"**{done[lr]:.4f}**" if done[lr] == min(done.values()) else f"{done[lr]:.4f}"
-        text.append(f"| {arm} | {width} | " + " | ".join(map(cell, rates)) + " |")
+        best = min(done.values(), default=None)
+        cells = {lr: f"**{ce:.4f}**" if ce == best else f"{ce:.4f}" for lr, ce in done.items()}
+        text.append(f"| {arm} | {width} | " + " | ".join(cells.get(lr, "") for lr in rates) + " |")
     return "\n".join(text)
 
 
@@ -208,19 +223,25 @@ def energy_table(book: Book, cases: list[Case]) -> str:
             layers = [f"{100 * statistics.mean(x):.2f}" for x in zip(*(row["energy"][kind] for row in rows))]
             body.append(f"| {case.arm} | {case.width} | {rows[0]['tokens']:,} | {kind} | " + " | ".join(layers) + " |")
     layers = body[0].count("|") - 5 if body else 0
-    return "\n".join(["| arm | r | tokens | outside the span, % | " + " | ".join(f"layer {i}" for i in range(layers)) + " |", "|---|---|---|---|" + "---|" * layers, *body])
+    head = "| arm | r | tokens | outside the span, % | " + " | ".join(f"layer {i}" for i in range(layers)) + " |"
+    return "\n".join([head, "|---|---|---|---|" + "---|" * layers, *body])
+
+
+COLOURS = {"lrc": "black", "slice": "tab:orange", "dense": "tab:blue", "core": "tab:green"}
+
+
+def curve(axes, book: Book, arm: str, points: list[tuple[float, Case]]) -> None:
+    """Held-out CE of an arm, at each x of a case that has results."""
+    found = [(x, [row["val_ce"] for row in book.seeds(case).values()]) for x, case in points if book.seeds(case)]
+    means = [statistics.mean(ces) for _, ces in found]
+    deviations = [statistics.stdev(ces) if len(ces) > 1 else 0 for _, ces in found]
+    axes.errorbar([x for x, _ in found], means, deviations, label=arm, color=COLOURS[arm], marker="o", capsize=3)
 
 
 def draw(book: Book, names: list[str], out: Path) -> None:
     """budget.png, width.png and energy.png, each if its experiment ran. Error bars are standard deviations over seeds."""
     plt = runs.pictures()
-    colours = {"lrc": "black", "slice": "tab:orange", "dense": "tab:blue", "core": "tab:green"}
     tokens = 1024 * book.size.steps
-
-    def curve(axes, arm, points: list[tuple[float, Case]]):
-        points = [(x, [row["val_ce"] for row in book.seeds(case).values()]) for x, case in points if book.seeds(case)]
-        axes.errorbar([x for x, _ in points], [statistics.mean(v) for _, v in points], [statistics.stdev(v) if len(v) > 1 else 0 for _, v in points],
-                      label=arm, color=colours[arm], marker="o", capsize=3)
 
     def picture(name, fill, **labels):
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -231,30 +252,33 @@ def draw(book: Book, names: list[str], out: Path) -> None:
 
     def budgets(axes):
         for arm in ("lrc", "slice", "dense"):
-            curve(axes, arm, [(b * tokens, Case(arm, 32, b, 5 if b == 1 else 3)) for b in (1, 2, 5)])
+            curve(axes, book, arm, [(b * tokens, Case(arm, 32, b, 5 if b == 1 else 3)) for b in (1, 2, 5)])
         if "continued" in names:
-            curve(axes, "core", [(tokens, Case("core", 32, 1, 5))])
+            curve(axes, book, "core", [(tokens, Case("core", 32, 1, 5))])
         axes.set_xscale("log")
         axes.set_xticks([b * tokens for b in (1, 2, 5)], [f"{b * tokens:,}" for b in (1, 2, 5)])
         axes.minorticks_off()
 
     def widths(axes):
         for arm in ("lrc", "core"):
-            curve(axes, arm, [(w, Case(arm, w)) for w in book.size.widths])
-        axes.axhline(next(row["teacher_ce"] for row in book.rows.values() if "teacher_ce" in row), color="grey", linestyle="--", label="teacher (r = H = 128)")
+            curve(axes, book, arm, [(w, Case(arm, w)) for w in book.size.widths])
+        teacher_ce = next(row["teacher_ce"] for row in book.rows.values() if "teacher_ce" in row)
+        axes.axhline(teacher_ce, color="grey", linestyle="--", label="teacher (r = H = 128)")
 
     def energies(axes):
         for arm, style in (("core", "-"), ("dense", "--")):
             rows = list(book.seeds(Case(arm, 32, 1, 5)).values())
             for kind, marker in zip(audit.KINDS, "os^"):
-                axes.plot([100 * statistics.mean(x) for x in zip(*(row["energy"][kind] for row in rows))], style, marker=marker, color=colours[arm], label=f"{arm}, {kind}")
+                layers = [100 * statistics.mean(x) for x in zip(*(row["energy"][kind] for row in rows))]
+                axes.plot(layers, style, marker=marker, color=COLOURS[arm], label=f"{arm}, {kind}")
     ce = "held-out CE, nats a token"
     if "equal" in names:
         picture("budget", budgets, xlabel="training tokens", ylabel=ce, title="r 32: more numbers in the span, or the whole matrix")
     if "width" in names:
         picture("width", widths, xlabel="student width r", ylabel=ce, title=f"{tokens:,} training tokens at every width")
     if "energy" in names:
-        picture("energy", energies, xlabel="layer", ylabel="energy outside the teacher's span, %", title="r 32: where the complement is used", ylim=(0, None))
+        picture("energy", energies, xlabel="layer", ylabel="energy outside the teacher's span, %",
+                title="r 32: where the complement is used", ylim=(0, None))
 
 
 def report(book: Book, names: list[str], out: Path) -> None:
@@ -262,13 +286,17 @@ def report(book: Book, names: list[str], out: Path) -> None:
     families = list(dict.fromkeys(swept(case.arm, case.width) for _, cases in chosen.values() for case in cases))
     done = [row for row in book.rows.values() if "error" not in row]
     of = lambda key: ", ".join(sorted({str(row.get(key)) for row in done}))
-    text = ["# The paper in miniature", f"From `python reproduce.py`: torch {of('torch')}, {of('threads')} thread a run. Teacher: `tiny`, H 128, d_ff 688, held-out CE "
-            f"{done[0]['teacher_ce']:.4f} on the {book.size.eval_tokens:,} tokens that all rows here are judged on. "
-            "CE and KL in nats a token; mean ± standard deviation over seeds; paired differences with their 95 % interval (number of pairs). s: seconds a run took, start to end. "
-            "The interval is over data order alone: not over teachers, not over held-out text, and not over the learning rate, which is known to a factor of two from one seed; a "
-            "parabola through a sweep puts an arm's own best up to 0.01 below its grid point.",
-            "## Learning rates\n", "Held-out CE at one budget, seed 0; the best goes to the arm. Width 48 takes the rates of 32, scratch at 64 those of 32; "
-            "the alignment-only arms core's; 2 and 5 budgets the rate of one, which is less likely to be the best there.\n", sweep_table(book, families)]
+    text = ["# The paper in miniature",
+            f"From `python reproduce.py`: torch {of('torch')}, {of('threads')} thread a run. Teacher: `tiny`, H 128, d_ff 688, "
+            f"held-out CE {done[0]['teacher_ce']:.4f} on the {book.size.eval_tokens:,} tokens that all rows here are judged on. "
+            "CE and KL in nats a token; mean ± standard deviation over seeds; paired differences with their 95 % interval "
+            "(number of pairs). s: seconds a run took, start to end. The interval is over data order alone: not over teachers, "
+            "not over held-out text, and not over the learning rate, which is known to a factor of two from one seed; "
+            "a parabola through a sweep puts an arm's own best up to 0.01 below its grid point.",
+            "## Learning rates\n",
+            "Held-out CE at one budget, seed 0; the best goes to the arm. Width 48 takes the rates of 32, scratch at 64 those of 32; "
+            "the alignment-only arms core's; 2 and 5 budgets the rate of one, which is less likely to be the best there.\n",
+            sweep_table(book, families)]
     for name, (question, cases) in chosen.items():
         text += [f"## {name}\n", question + "\n", table(book, cases)]
         text += [energy_table(book, cases)] if name in ("energy", "alignment") else []
@@ -279,7 +307,8 @@ def report(book: Book, names: list[str], out: Path) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=["all", *questions(())], metavar="NAME", help=f"all, or some of: {', '.join(questions(()))}")
+    names = list(questions(()))
+    parser.add_argument("names", nargs="+", choices=["all", *names], metavar="NAME", help=f"all, or some of: {', '.join(names)}")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, sharing the cores (default: one a core)")
     parser.add_argument("--quick", action="store_true", help="tiny budgets and two seeds: to see it work, not to conclude from")
     parser.add_argument("--out", type=Path, help="folder of runs.jsonl, tables.md and pictures (default: results, with --quick runs/quick)")
@@ -290,7 +319,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     if args.processes < 1:
         raise Refusal(f"--processes {args.processes} is out of range: at least 1")
-    size, out, folder = (QUICK, args.out or Path("runs/quick"), Path("runs/reproduce-quick")) if args.quick else (Size(), args.out or Path("results"), Path("runs/reproduce"))
+    size, out, folder = Size(), args.out or Path("results"), Path("runs/reproduce")
+    if args.quick:
+        size, out, folder = QUICK, args.out or Path("runs/quick"), Path("runs/reproduce-quick")
     parts = questions(size.widths)
     names = list(parts) if "all" in args.names else list(dict.fromkeys(args.names))
     cases = [case for name in names for case in parts[name][1]]
@@ -300,7 +331,8 @@ def main(argv: list[str] | None = None) -> None:
         report(book, names, out)
     print(f"tables: {out}/tables.md")
     if failed := [run for case in cases for run in book.runs_of(case) if "error" in book.row(run)]:
-        raise Refusal(f"{len(failed)} runs stopped by themselves and are missing in the tables, first {failed[0].arm}, seed {failed[0].seed}: {book.row(failed[0])['error']}")
+        raise Refusal(f"{len(failed)} runs stopped by themselves and are missing in the tables, "
+                      f"first {failed[0].arm}, seed {failed[0].seed}: {book.row(failed[0])['error']}")
 
 
 if __name__ == "__main__":
