@@ -38,7 +38,8 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 def messages_of(row: dict, answered: bool) -> list[dict]:
     """The chat in a row: {"messages": [{"role", "content"}]}, or {"from", "value"} in their place as some sets write it. Raises
     ValueError or KeyError where it is none; with `answered` also where no message is the assistant's."""
-    first = lambda m, *names: next((m[name] for name in names if m.get(name) is not None), None)  # a table's other spelling is there, and null
+    # where a table has both spellings, the other one is there, and null
+    first = lambda m, *names: next((m[name] for name in names if m.get(name) is not None), None)
     messages = [{"role": ROLES[first(m, "role", "from")], "content": first(m, "content", "value")} for m in row["messages"]]
     if not messages or not all(isinstance(m["content"], str) for m in messages):
         raise ValueError("no message" if not messages else "a content that is not text")
@@ -60,7 +61,8 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise Refusal(f"{folder / 'chat_template.jinja'}: not UTF-8 text ({error}); fetch the file again") from None
-    if template and (not isinstance(template, str) or re.search("[\ud800-\udfff]", template)):  # half a character cannot be written into a file
+    if template and (not isinstance(template, str) or re.search("[\ud800-\udfff]", template)):
+        # half a character cannot be written into a file
         raise Refusal(f"{folder}: its chat template is no text; fetch the file again")
     return (template, named_tokens(config)) if template else None
 
@@ -71,7 +73,8 @@ def renderer_of(tokenizer: Tokenizer, now: datetime) -> Callable[[list[dict], bo
     found = read_template(folder)
     for name, text in found[1].items() if found else ():
         if name in found[0] and text and text not in tokenizer.special and len(tokenizer.encode(text)) > 1:
-            raise Refusal(f"{folder}: its chat template writes {name}, and {text!r:.60} is no token of tokenizer.json; name one that is in tokenizer_config.json")
+            raise Refusal(f"{folder}: its chat template writes {name}, and {text!r:.60} is no token of tokenizer.json; "
+                          "name one that is in tokenizer_config.json")
     try:
         return found and renderer(*found, now)
     except Exception as error:  # jinja2 makes Python of it, and hands on what that raises
@@ -99,7 +102,8 @@ def bounded():
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute of Python's own, no range above 100,000 (jinja2's rules); and no power, and no product above a million, which nothing could interrupt."""
+    """No attribute of Python's own, no range above 100,000 (jinja2's rules); and no power, and no product above a million: nothing
+    could interrupt them."""
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context, operator, left, right):

@@ -3,9 +3,9 @@
     python data.py prepare SOURCE --tokenizer TEACHER [--out FOLDER]        # text or chats -> token shards, on all cores (prepare.py)
     python data.py tokenizer --vocab 2048 --out FOLDER                        # a BPE of one's own, as tiny's was made
 
-Documents lie end to end in the shards, each closed by the tokenizer's separator, and are cut into windows of the sequence length. Every epoch
-visits each window once, in an order of its own that follows from the seed and the epoch alone: the n-th read of a run is the same window
-on any number of ranks, and a resumed run needs no more state than its step. Several folders are mixed by weight the same way.
+Documents lie end to end in the shards, each closed by the tokenizer's separator, and are cut into windows of the sequence length. Every
+epoch visits each window once, in an order of its own that follows from the seed and the epoch alone: the n-th read of a run is the same
+window on any number of ranks, and a resumed run needs no more state than its step. Several folders are mixed by weight the same way.
 """
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Tokens:
     def window(self, i: int, name: str = "tokens") -> Tensor:
         """(seq_len + 1,) int64: inputs are [:-1], targets [1:]. A window may lie across shards."""
         begin, end = i * self.seq_len, (i + 1) * self.seq_len + 1
-        parts = [views[name][max(0, begin - first):min(end, last) - first] for first, last, _, views in self.shards if first < end and begin < last]
+        parts = []
+        for first, last, _, views in self.shards:
+            if first < end and begin < last:
+                parts.append(views[name][max(0, begin - first):min(end, last) - first])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def pair(self, i: int) -> tuple[Tensor, Tensor]:
@@ -128,8 +131,8 @@ def open_shard(file: Path, tokenizer: Tokenizer | None) -> tuple[safe_open, dict
 
 
 class Mixture:
-    """Several prepared folders read in fixed proportions: in each PERIOD of reads folder k has its share of the weights, to the nearest whole
-    window, at places shuffled by the seed and the period; within the folder its reads follow on, epoch after epoch (Tokens)."""
+    """Several prepared folders read in fixed proportions: in each PERIOD of reads folder k has its share of the weights, to the nearest
+    whole window, at places shuffled by the seed and the period; within the folder its reads follow on, epoch after epoch (Tokens)."""
 
     PERIOD = 1024
 
@@ -182,10 +185,12 @@ def describe(data: str, folders: list[Path]) -> dict:
     parts = [read_summary(folder) for folder in folders]
     if len(parts) == 1:
         return parts[0]
-    return dict(source=data, fingerprint=hashlib.sha256(json.dumps([data, [p["fingerprint"] for p in parts]]).encode()).hexdigest()[:16], parts=parts)
+    whole = hashlib.sha256(json.dumps([data, [p["fingerprint"] for p in parts]]).encode())
+    return dict(source=data, fingerprint=whole.hexdigest()[:16], parts=parts)
 
 
-def open_split(folders: list[Path], weights: list[float], split: str, seq_len: int, tokenizer: Tokenizer | None = None, seed: int = 0) -> Tokens | Mixture:
+def open_split(folders: list[Path], weights: list[float], split: str, seq_len: int, tokenizer: Tokenizer | None = None,
+               seed: int = 0) -> Tokens | Mixture:
     parts = [Tokens(folder, split, seq_len, tokenizer, seed) for folder in folders]
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
 

@@ -57,11 +57,11 @@ def fingerprint(folder: Path) -> str:
 
 
 class Tasks(NamedTuple):
-    """loaded: {name: its lm-eval tasks}; instead: {name: which local file it is}; missing: {name: why it cannot be had}; manager: lm-eval's own."""
-    loaded: dict[str, list]
-    instead: dict[str, str]
-    missing: dict[str, str]
-    manager: object
+    """The tasks asked for, by name."""
+    loaded: dict[str, list]    # its lm-eval tasks
+    instead: dict[str, str]    # which local file it is
+    missing: dict[str, str]    # why it cannot be had
+    manager: object            # lm-eval's own
 
 
 def find_tasks(names: list[str], local: Path | None) -> Tasks:
@@ -83,7 +83,8 @@ def find_tasks(names: list[str], local: Path | None) -> Tasks:
 
 
 def run_task(lm, name: str, tasks: list, limit: int | None, manager) -> dict:
-    """One task, 0-shot -> its metric (method of the papers for the ten, else acc_norm, acc, or the first there is), standard error, all of lm-eval's figures."""
+    """One task, 0-shot -> its metric (that of the papers for the ten, else acc_norm, acc, or the first there is), standard error, all of
+    lm-eval's figures."""
     from lm_eval import simple_evaluate
     begun = time.time()
     results = simple_evaluate(model=lm, tasks=tasks, num_fewshot=0, limit=limit, log_samples=False, verbosity="ERROR", task_manager=manager)
@@ -94,7 +95,8 @@ def run_task(lm, name: str, tasks: list, limit: int | None, manager) -> dict:
     metric = wanted if wanted in values else next((m for m in ("acc_norm", "acc") if m in values), values[0])
     if wanted and metric != wanted:
         raise Refusal(f"{name}: no {wanted} among {', '.join(values)}")
-    return dict(metric=metric, value=figures[metric], stderr=figures.get(f"{metric}_stderr"), documents=sum(n["effective"] for n in results["n-samples"].values()),
+    documents = sum(n["effective"] for n in results["n-samples"].values())
+    return dict(metric=metric, value=figures[metric], stderr=figures.get(f"{metric}_stderr"), documents=documents,
                 seconds=round(time.time() - begun, 1), version=results["versions"].get(top), all=figures)
 
 
@@ -111,17 +113,25 @@ def mean_of_nine(tasks: dict[str, dict], limit: int | None) -> tuple[str, float,
 
 def task_table(reports: list[dict]) -> str:
     """One row a task, one column a model, in percent ± standard error; the nine's mean; the published means below."""
+    def cell(row):
+        if "value" not in row:
+            return "failed"
+        error = "" if row["stderr"] is None else f" ± {100 * row['stderr']:.2f}"
+        return f"{100 * row['value']:.2f}{error}"
     names = list(dict.fromkeys(name for report in reports for name in report["tasks"]))
-    cell = lambda row: "failed" if "value" not in row else f"{100 * row['value']:.2f}" + (f" ± {100 * row['stderr']:.2f}" if row["stderr"] is not None else "")
     text = ["| task | metric | " + " | ".join(report["model"] for report in reports) + " |", "|---|---|" + "---|" * len(reports)]
     for name in names:
         rows = [report["tasks"].get(name, {}) for report in reports]
-        text.append(f"| {name}{' (outside the nine)' if name in OUTSIDE else ''} | {next((r['metric'] for r in rows if 'metric' in r), '')} | " + " | ".join(map(cell, rows)) + " |")
+        outside = " (outside the nine)" if name in OUTSIDE else ""
+        metric = next((row["metric"] for row in rows if "metric" in row), "")
+        text.append(f"| {name}{outside} | {metric} | " + " | ".join(map(cell, rows)) + " |")
     means = [mean_of_nine(report["tasks"], report["limit"]) for report in reports]
     for label in dict.fromkeys(mean[0] for mean in means if mean):
-        text.append(f"| **{label}** | | " + " | ".join(f"**{100 * m[1]:.2f} ± {100 * m[2]:.2f}**" if m and m[0] == label else "" for m in means) + " |")
+        cells = [f"**{100 * m[1]:.2f} ± {100 * m[2]:.2f}**" if m and m[0] == label else "" for m in means]
+        text.append(f"| **{label}** | | " + " | ".join(cells) + " |")
     if any(means):
-        text += ["", "Published Avg9 (arXiv 2609.02006, not run here): " + "; ".join(f"{who} {value:.2f}" for who, value in PUBLISHED) + "."]
+        published = "; ".join(f"{who} {value:.2f}" for who, value in PUBLISHED)
+        text += ["", f"Published Avg9 (arXiv 2609.02006, not run here): {published}."]
     return "\n".join(text)
 
 
@@ -157,10 +167,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--text", default="", help="as --data of train.py: held-out CE, bits per byte")
     parser.add_argument("--teacher", default="", help="with --text: KL and top-1 agreement to this model")
     parser.add_argument("--whole", action="store_true", help="with --text: all documents, not only the held-out ones")
-    parser.add_argument("--seq-len", type=int, help="with --text: tokens a window (default: 1024, or the model's positions where they are fewer)")
+    parser.add_argument("--seq-len", type=int,
+                        help="with --text: tokens a window (default: 1024, or the model's positions where they are fewer)")
     parser.add_argument("--tokens", type=int, default=65536, help="with --text: at most so many, evenly spread")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in the network together")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="autocast: auto is bfloat16 on an accelerator, else float32")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+                        help="autocast: auto is bfloat16 on an accelerator, else float32")
     parser.add_argument("--offline", action="store_true", help="resolve models and task data locally, or fail in seconds")
     parser.add_argument("--out", type=Path, default=Path("results/eval"), help="folder of one JSON a model (default: results/eval)")
     return parser
@@ -190,9 +202,11 @@ class Report:
 
     def __init__(self, source: str, model: Model, args, missing: dict[str, str], packages: tuple[str, ...]):
         conditions = dict(dtype=model.dtype, batch_tokens=args.batch_tokens, shots=0, limit=args.limit)
-        self.data = dict(model=Path(source).name, origin=model.origin, fingerprint=fingerprint(model.folder), tokenizer=model.tokenizer.fingerprint,
-                         bos="none" if model.tokenizer.bos is None else model.tokenizer.decode([model.tokenizer.bos]), prefix=model.tokenizer.decode([model.prefix]),
-                         **conditions, versions={package: version(package) for package in packages}, missing=missing, tasks={})
+        tokenizer = model.tokenizer
+        bos = "none" if tokenizer.bos is None else tokenizer.decode([tokenizer.bos])
+        self.data = dict(model=Path(source).name, origin=model.origin, fingerprint=fingerprint(model.folder),
+                         tokenizer=tokenizer.fingerprint, bos=bos, prefix=tokenizer.decode([model.prefix]), **conditions,
+                         versions={package: version(package) for package in packages}, missing=missing, tasks={})
         limit = f"-limit{args.limit}" if args.limit else ""
         self.file = args.out / f"{Path(source).name}-{self.data['fingerprint']}-{model.dtype}{limit}.json"
         args.out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, in one line and without secrets: the hub's libraries may put a token, or an address that carries one, in it."""
+    """What an exception says, in one line and without secrets: the hub's libraries may put a token, or an address with one, in it."""
     text = " ".join(str(error).split())
     for token in filter(None, map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))):
         text = text.replace(token, "...")

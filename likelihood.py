@@ -32,7 +32,8 @@ class Model:
         self.batch_tokens, self.max_length = batch_tokens, self.net.config.max_position_embeddings
         self.dtype = "bfloat16" if dtype == "bfloat16" or dtype == "auto" and self.device.type != "cpu" else "float32"
         self.truncated = 0
-        self.prefix = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin  # stands before a continuation that has no context
+        # stands before a continuation that has no context
+        self.prefix = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """BOS first where the tokenizer's own post-processor puts one (Llama), never where it does not (Qwen), and never twice."""
@@ -69,7 +70,8 @@ class Model:
             done += len(batch)
             if progress and sys.stderr.isatty():
                 left = (time.time() - begun) / done * (len(ordered) - done)
-                print(f"\r{progress}: {done}/{len(ordered)} contexts, at most {left:.0f} s left ", end="" if done < len(ordered) else "\n", file=sys.stderr, flush=True)
+                print(f"\r{progress}: {done}/{len(ordered)} contexts, at most {left:.0f} s left ",
+                      end="" if done < len(ordered) else "\n", file=sys.stderr, flush=True)
         return found
 
     @torch.no_grad()
@@ -88,7 +90,8 @@ class Model:
             ids[b, :n], positions[b, :n], branch[b, :n] = torch.tensor(context), torch.arange(n), 0
             for k, (continuation, where) in enumerate(continuations.items(), 1):
                 inner = len(continuation) - 1
-                ids[b, end:end + inner], positions[b, end:end + inner] = torch.tensor(continuation[:-1], dtype=torch.long), n + torch.arange(inner)
+                ids[b, end:end + inner] = torch.tensor(continuation[:-1], dtype=torch.long)
+                positions[b, end:end + inner] = n + torch.arange(inner)
                 branch[b, end:end + inner] = k
                 rows += [b] * len(continuation)
                 columns += [n - 1, *range(end, end + inner)]  # the first token follows the context's last
@@ -112,7 +115,8 @@ class Model:
 
     @torch.no_grad()
     def write(self, text: str, until: list[str], count: int) -> str:
-        """Greedy text after `text`, up to the first of `until`, the end token, or `count` tokens. No cache: each token reruns the prefix."""
+        """Greedy text after `text`, up to the first of `until`, the end token, or `count` tokens. No cache: each token reruns the
+        prefix."""
         ids = self.encode(text)[-max(1, self.max_length - count):]
         start, out = len(ids), ""
         while len(ids) < start + count:

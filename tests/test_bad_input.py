@@ -300,7 +300,9 @@ def test_files_that_are_left_out_are_told_in_one_line(home, tmp_path, monkeypatc
     (tmp_path / "in/loop").symlink_to(".")
     for quiet in (False, True):
         prepare(str(tmp_path / "in"), Tokenizer(ROOT / "tiny"), tmp_path / f"out{quiet}", quiet=quiet)
-        assert capsys.readouterr().err.splitlines() == [f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv, 3 links to a folder or nowhere; read are .txt, .md, .py, .jsonl, .parquet"] * (not quiet)
+        told = (f"data {str(tmp_path / 'in')!r}: left out 2 .gz, 1 without a suffix, 1 .csv, 3 links to a folder or nowhere; "
+                "read are .txt, .md, .py, .jsonl, .parquet")
+        assert capsys.readouterr().err.splitlines() == [told] * (not quiet)
 
 
 def test_a_name_that_the_terminal_cannot_show_stops_nothing(home, monkeypatch, tmp_path):
@@ -455,7 +457,8 @@ def chat_teacher(folder, template, **more):
     ("{% include '/etc/passwd' %}", "no loader"), ("{% for a in range(1000000000) %}{% endfor %}", "Range too big"),
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"), ("{{ 10 ** 10 ** 10 }}", "`**`"), ("{{ 'a' * 10000000000 }}", "`*`"),
     ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"), ("{{ 'x'|center(10000000000) }}", "MemoryError"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "broken"), ("{{ " + "(" * 3000, "broken"), ([3], "no chat template"), (3, "no text")])
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "broken"),
+    ("{{ " + "(" * 3000, "broken"), ([3], "no chat template"), (3, "no text")])
 def test_a_template_that_reaches_out_or_never_ends_is_refused(home, tmp_path, monkeypatch, template, part):
     monkeypatch.setattr(chat, "SECONDS", 0.3 if part == "does not end" else 5)  # on a busy machine the others take longer than they should
     monkeypatch.setattr(chat, "ROOM", 100 << 20)
@@ -537,7 +540,8 @@ def test_a_refusal_is_one_line_whatever_a_foreign_file_holds(tmp_path):
     assert len(text) < 1000 and "a.jsonl, line 1: no text" in text and text.endswith("data.py prepare --skip-bad")
 
 
-@pytest.mark.parametrize("words, place", [("merge.py run --out new", "os.rename"), ("merge.py run --gguf --out new.gguf", "to_gguf.tensors"), ("audit.py energy narrow --teacher teacher", "lrc.span"),
+@pytest.mark.parametrize("words, place", [("merge.py run --out new", "os.rename"), ("merge.py run --gguf --out new.gguf", "to_gguf.tensors"),
+                                          ("audit.py energy narrow --teacher teacher", "lrc.span"),
                                           ("eval.py teacher --text text.jsonl --seq-len 16", "model.Transformer.from_pretrained")])
 def test_ctrl_c_is_one_line_too(home, monkeypatch, words, place):
     def stop(*args, **kwargs):

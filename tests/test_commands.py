@@ -90,7 +90,10 @@ def set_flags(words, flags):
 
 def scaled(line):
     """(script, its words) of a README command, with small numbers, and placeholders that no file can stand for filled in."""
-    words = shlex.split(line.replace("NAME", "llama3.2-3b").replace("PYTHON", sys.executable).replace("ENGINE", "transformers").replace("--engine llama.cpp", "--engine transformers"))
+    for name, value in (("NAME", "llama3.2-3b"), ("PYTHON", sys.executable), ("ENGINE", "transformers"),
+                        ("--engine llama.cpp", "--engine transformers")):
+        line = line.replace(name, value)
+    words = shlex.split(line)
     script = next(word for word in words if word.endswith(".py"))
     words = words[words.index(script) + 1:]
     named = {flag: words[words.index(flag) + 1] for flag in ("--teacher", "--tokenizer", "--tasks") if flag in words}
@@ -145,7 +148,8 @@ def make_model(folder, **changes):
     random_net(vocab_size=2048, **changes).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "tiny" / name, folder / name)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                                                "{% if add_generation_prompt %}assistant: {% endif %}", encoding="utf-8")
     return folder
 
 
@@ -157,7 +161,8 @@ def home(tmp_path_factory):
         patch.chdir(home)
         make_model(Path("FOLDER"))
         write_rows(Path("my.jsonl"), [{"id": f"d{i}", "text": f"def f{i}(x):\n    return x * {i} + {i * i}\n" * 4} for i in range(200)])
-        write_rows(Path("chats.jsonl"), [{"id": i, "messages": [{"role": "user", "content": f"say {i} {i * i}"}, {"role": "assistant", "content": f"so, {i} it is"}]} for i in range(300)])
+        write_rows(Path("chats.jsonl"), [{"id": i, "messages": [{"role": "user", "content": f"say {i} {i * i}"},
+                                                                {"role": "assistant", "content": f"so, {i} it is"}]} for i in range(300)])
         Path("stdlib").mkdir()
         for i in range(60):
             Path("stdlib", f"m{i}.py").write_text(f"import os\n\n\ndef f{i}(x):\n    return os.path.join(x, '{i}')\n" * 6, encoding="utf-8")
@@ -166,7 +171,8 @@ def home(tmp_path_factory):
             write_rows(Path(folder, "rows.jsonl"), [{"ctx": f"import os\nos.path.{w}(", "choices": ["path", "a very long answer"], "gold": 0} for w in ("join", "exists", "split")])
             for name in names:
                 Path(folder, f"local_{name}.yaml").write_text(
-                    f"task: local_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {home / folder / 'rows.jsonl'}\noutput_type: multiple_choice\ntest_split: test\n"
+                    f"task: local_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {home / folder / 'rows.jsonl'}\n"
+                    "output_type: multiple_choice\ntest_split: test\n"
                     "doc_to_text: '{{ctx}}'\ndoc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
                     "  - {metric: acc_norm, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n", encoding="utf-8")
         Path("tests").symlink_to(ROOT / "tests")
@@ -254,7 +260,8 @@ def test_a_command_of_the_readme_runs(line, at_home, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["train.py --data my.jsonl", "merge.py runs/mine --out elsewhere", "audit.py energy runs/tiny-core/student", "data.py prepare my.jsonl --tokenizer FOLDER --out tokens/again"])
+@pytest.mark.parametrize("words", ["train.py --data my.jsonl", "merge.py runs/mine --out elsewhere", "audit.py energy runs/tiny-core/student",
+                                   "data.py prepare my.jsonl --tokenizer FOLDER --out tokens/again"])
 def test_a_command_runs_in_a_process_of_its_own(words, home):
     script, *words = words.split()
     if script == "train.py":
@@ -280,7 +287,8 @@ def test_the_list_of_commands_is_whole():
 
 
 def run(home, out, *more):
-    train.main(["--teacher", str(home / "FOLDER"), "--data", str(home / "my.jsonl"), "--width", "12", "--lr", "1e-3", "--out", str(out), *(w for p in SMALL.items() for w in p), *more])
+    train.main(["--teacher", str(home / "FOLDER"), "--data", str(home / "my.jsonl"), "--width", "12", "--lr", "1e-3", "--out", str(out),
+                *(w for p in SMALL.items() for w in p), *more])
     return Path(out)
 
 
@@ -318,7 +326,8 @@ def test_lr_schedule_and_warmup_are_logged_as_they_were_asked(home, tmp_path, ba
     for schedule, rates in (("cosine", [1e-3, 2e-3, 2e-3, 1e-3]), ("linear", [1e-3, 2e-3, 2e-3, 1e-3]), ("constant", [1e-3, 2e-3, 2e-3, 2e-3])):
         out = run(home, tmp_path / schedule, "--lr", "2e-3", "--schedule", schedule, "--warmup", "0.5", "--steps", "4")
         assert [row["lr"] for row in steps_of(out)] == pytest.approx(rates)
-    assert [row["lr"] for row in steps_of(run(home, tmp_path / "eight", "--lr", "2e-3", "--schedule", "cosine", "--warmup", "0", "--steps", "8"))][6] == pytest.approx(1e-3 * (1 + math.cos(0.75 * math.pi)))
+    out = run(home, tmp_path / "eight", "--lr", "2e-3", "--schedule", "cosine", "--warmup", "0", "--steps", "8")
+    assert steps_of(out)[6]["lr"] == pytest.approx(1e-3 * (1 + math.cos(0.75 * math.pi)))
 
 
 def test_a_clip_of_nothing_leaves_the_start_and_weight_decay_shrinks_it(home, tmp_path, bare, base):
@@ -530,7 +539,9 @@ def test_reproduce_writes_where_it_is_told_with_as_many_processes(tmp_path, monk
     def workers(processes):
         asked.append(processes)
         yield Inline()
-    row = lambda run, flags, folder: run._asdict() | dict(flags=flags, start_ce=5.0, val_ce=3.0 + run.seed, val_kl=1.0, val_top1=0.5, teacher_ce=2.0, tokens=1024, seconds=1.0, energy={"gate": [0.1], "up": [0.1], "down": [0.1]})
+    row = lambda run, flags, folder: run._asdict() | dict(
+        flags=flags, start_ce=5.0, val_ce=3.0 + run.seed, val_kl=1.0, val_top1=0.5, teacher_ce=2.0, tokens=1024, seconds=1.0,
+        energy={"gate": [0.1], "up": [0.1], "down": [0.1]})
     monkeypatch.setattr(reproduce, "workers", workers)
     monkeypatch.setattr(reproduce, "work", row)
     reproduce.main(["basis", "--quick", "--processes", "3", "--out", "there"])
@@ -622,7 +633,11 @@ def test_runs_that_stop_by_themselves_are_counted_at_the_end(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     good = dict(start_ce=5.0, val_kl=1.0, val_top1=0.5, teacher_ce=2.0, tokens=1024, seconds=1.0, energy={"gate": [0.1], "up": [0.1], "down": [0.1]})
     monkeypatch.setattr(reproduce, "workers", lambda processes: contextlib.nullcontext(Inline()))
-    monkeypatch.setattr(reproduce, "work", lambda run, flags, folder: run._asdict() | dict(flags=flags) | (dict(error="Refusal: loss not finite") if (run.arm, run.seed) == ("random", 2) else good | dict(val_ce=3.0)))
+
+    def work(run, flags, folder):
+        stopped = (run.arm, run.seed) == ("random", 2)
+        return run._asdict() | dict(flags=flags) | (dict(error="Refusal: loss not finite") if stopped else good | dict(val_ce=3.0))
+    monkeypatch.setattr(reproduce, "work", work)
     refused("1 runs stopped by themselves and are missing in the tables, first random, seed 2: Refusal: loss not finite", reproduce.main, ["basis", "--quick"])
     assert "| random | 32 |" in Path("runs/quick/tables.md").read_text(encoding="utf-8")
 
@@ -784,7 +799,8 @@ def parser_of(script):
 
 
 def test_every_flag_of_every_command_is_exercised_by_a_test():
-    scripts = [path for folder in (ROOT, ROOT / "tests") for path in sorted(folder.glob("*.py")) if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8") and not path.name.startswith("test_")]
+    files = [path for folder in (ROOT, ROOT / "tests") for path in sorted(folder.glob("*.py")) if not path.name.startswith("test_")]
+    scripts = [path for path in files if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")]
     parsers = {path.relative_to(ROOT).as_posix(): parser_of(path) for path in scripts}
     assert {name for name, parser in parsers.items() if parser} >= {"train.py", "data.py", "merge.py", "audit.py", "eval.py", "reproduce.py", "tests/engines.py"}
     flags = [flag for name, parser in parsers.items() if parser for flag in flags_of(parser, name)]

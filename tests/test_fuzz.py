@@ -192,7 +192,8 @@ def check_config(hf):
 
 
 @fuzz(40, 2500, configs(), SHAPE | dict(num_attention_heads="4"), SHAPE | dict(layer_types=5), SHAPE | dict(rope_scaling="llama3"), SHAPE | dict(hidden_size=1 << 62),
-      SHAPE | dict(tie_word_embeddings="false"), SHAPE | dict(rope_theta="x"), SHAPE | dict(num_hidden_layers=True), SHAPE | dict(rms_norm_eps=float("nan")), SHAPE | dict(rope_scaling=KINDS[2]["rope_scaling"] | dict(high_freq_factor=1.0)))
+      SHAPE | dict(tie_word_embeddings="false"), SHAPE | dict(rope_theta="x"), SHAPE | dict(num_hidden_layers=True), SHAPE | dict(rms_norm_eps=float("nan")),
+      SHAPE | dict(rope_scaling=KINDS[2]["rope_scaling"] | dict(high_freq_factor=1.0)))
 def test_any_config_is_one_that_can_be_built_or_is_refused(place, hf):
     check_config(hf)
 
@@ -229,7 +230,8 @@ def vocabulary(folder, seed):
     style = seed % 4
     hf = HF(models.BPE(ignore_merges=seed % 3 == 0))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style < 2)
-    split = [[], [pre_tokenizers.Digits(individual_digits=True)], [pre_tokenizers.Split(Regex(LLAMA3), "isolated")], [pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated")]]
+    split = [[], [pre_tokenizers.Digits(individual_digits=True)], [pre_tokenizers.Split(Regex(LLAMA3), "isolated")],
+             [pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated")]]
     hf.pre_tokenizer = pre_tokenizers.Sequence([*split[style], byte_level]) if style else byte_level
     if style == 3:
         hf.normalizer = normalizers.NFC()
@@ -249,7 +251,8 @@ def both(home, seed):
     return Tokenizer(folder), library(folder)
 
 
-FRAGMENTS = st.sampled_from([*SPECIAL, "<tool>", "é<x>", "e\u0301<x>", "<|endof", " ", "   ", "\n", "\r\n", "\t", "'s", "'LL", "12345", "٣", "\u0301", "각", "\u1100\u1161", "\u00a0", "\u2028", "\x00", "\u0130", "ſ"])
+FRAGMENTS = st.sampled_from([*SPECIAL, "<tool>", "é<x>", "e\u0301<x>", "<|endof", " ", "   ", "\n", "\r\n", "\t", "'s", "'LL", "12345", "٣",
+                              "\u0301", "각", "\u1100\u1161", "\u00a0", "\u2028", "\x00", "\u0130", "ſ"])
 MARKS = st.text(st.characters(categories=["Mn", "Mc"]) | st.sampled_from("aeÅ가\u1100"), max_size=12)
 TEXT = st.lists(st.text(st.characters(exclude_categories=()), max_size=12) | st.text(max_size=12) | st.text("ab 1'\n", max_size=12) | MARKS | FRAGMENTS, max_size=8).map("".join)
 
@@ -419,9 +422,12 @@ def other_tensors(draw):
     elif act == "swap":
         tensors[name], tensors[other] = tensors[other], tensors[name]
     elif act == "dtype":
-        tensors[name] = tensors[name].to(draw(st.sampled_from([torch.int8, torch.int32, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.complex64])))
+        tensors[name] = tensors[name].to(draw(st.sampled_from([torch.int8, torch.int32, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn,
+                                                               torch.bfloat16, torch.float64, torch.complex64])))
     elif act == "shape":
-        tensors[name] = draw(st.sampled_from([tensors[name][None], tensors[name].flatten(), tensors[name][:-1], tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1)), torch.ones(()), torch.ones(0)]))
+        tensor = tensors[name]
+        tensors[name] = draw(st.sampled_from([tensor[None], tensor.flatten(), tensor[:-1], tensor.repeat(2, *[1] * (tensor.dim() - 1)),
+                                              torch.ones(()), torch.ones(0)]))
     elif act == "twice":
         tensors[name.removeprefix("model.")] = tensors[name] + 1
     elif act == "nan":
@@ -491,7 +497,8 @@ def clones(draw):
     """(shape of the teacher, width, mode, coordinates, bases, seed)."""
     heads, kv = draw(st.sampled_from([(2, 1), (2, 2), (4, 2)]))
     width, F = draw(st.sampled_from([4, 8, 12])), draw(st.sampled_from([9, 20, 31]))
-    shape = dict(vocab_size=2048 if draw(st.integers(0, 9)) == 0 else 11, hidden_size=draw(st.sampled_from([width, width + 4, 16])), intermediate_size=F, num_hidden_layers=draw(st.integers(1, 2)),
+    shape = dict(vocab_size=2048 if draw(st.integers(0, 9)) == 0 else 11, hidden_size=draw(st.sampled_from([width, width + 4, 16])),
+                 intermediate_size=F, num_hidden_layers=draw(st.integers(1, 2)),
                  num_attention_heads=heads, num_key_value_heads=kv, head_dim=draw(st.sampled_from([2, 4, 6])), tie_word_embeddings=draw(st.booleans()),
                  model_type=draw(st.sampled_from(["llama", "qwen2"])))
     mode = draw(st.sampled_from(core.MODES))
@@ -531,7 +538,8 @@ def test_a_merged_clone_is_its_coordinates_and_loads_as_it_was(place, value):
     assert net.config == clone.student.config
     for name, w in net.named_parameters():
         exact = float64_of(clone.maps[name]) if name in clone.maps else clone.weights[name].double()
-        assert torch.equal(w, clone.weights[name]) and (w - exact).abs().max() <= 4e-6 * max(1.0, exact.abs().max(), (clone.maps[name].Z.abs().max() if name in clone.maps else 0)), name
+        size = max(1.0, exact.abs().max(), (clone.maps[name].Z.abs().max() if name in clone.maps else 0))
+        assert torch.equal(w, clone.weights[name]) and (w - exact).abs().max() <= 4e-6 * size, name
         assert torch.equal(bf16.get_parameter(name), w.bfloat16().float())
     stored = load_file(place / "out1" / "model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16} and ("lm_head.weight" in stored) != shape["tie_word_embeddings"]

@@ -516,7 +516,8 @@ def test_rank_1_writes_nothing_and_says_nothing(little, tmp_path):
     def guard(rank):
         def hook(event, args):
             inside = [a for a in args if isinstance(a, (str, os.PathLike)) and str(a).startswith(str(out))]
-            if event == "open" and inside and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or inside and event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"):
+            written = event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if inside and (written or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")):
                 os.write(2, f"{event} {args}\n".encode())
         if rank:
             sys.addaudithook(hook)

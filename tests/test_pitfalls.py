@@ -413,7 +413,9 @@ def test_B10_padded_rows_stay_in_tensor_and_config_and_keep_their_bytes_where_no
     random_net(vocab_size=2064, tie_word_embeddings=False).save_pretrained(folder)
     (tokenizer_into(folder) / "text.jsonl").write_text("".join(json.dumps({"id": i, "text": f"x = {i}\n" * 20}) + "\n" for i in range(60)), encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}", encoding="utf-8")
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"id": i, "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"so, {i} it is"}]}) + "\n" for i in range(200)), encoding="utf-8")
+    chats = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"so, {i} it is"}] for i in range(200)]
+    rows = (json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(chats))
+    (tmp_path / "chats.jsonl").write_text("".join(rows), encoding="utf-8")
     distilled = run(folder, tmp_path / "distilled") / "student"
     train.main(["--stage", "sft", "--init", str(folder), "--data", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "tuned"), *SMALL[2:]])
     before = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -422,7 +424,9 @@ def test_B10_padded_rows_stay_in_tensor_and_config_and_keep_their_bytes_where_no
         assert json.loads((student / "config.json").read_text(encoding="utf-8"))["vocab_size"] == 2064
         assert tensors["model.embed_tokens.weight"].shape == tensors["lm_head.weight"].shape == (2064, width)
     assert torch.equal(tensors["model.embed_tokens.weight"][2048:], before[2048:]) and not torch.equal(tensors["model.embed_tokens.weight"][:2048], before[:2048])
-    assert merge.export(tmp_path / "tuned", tmp_path / "again", torch.bfloat16) and torch.equal(load_file(tmp_path / "again" / "model.safetensors")["model.embed_tokens.weight"][2048:], before[2048:].bfloat16())
+    merge.export(tmp_path / "tuned", tmp_path / "again", torch.bfloat16)
+    exported = load_file(tmp_path / "again" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(exported[2048:], before[2048:].bfloat16())
 
 
 def test_B24_a_nan_in_the_teacher_is_named_and_an_embedding_needs_no_matrix_of_its_height_squared(teacher_folder, tmp_path):
@@ -500,7 +504,8 @@ def test_B26_a_tied_pair_is_one_storage_one_entry_and_the_sum_of_both_uses(tmp_p
     assert apart.embed_tokens.weight.grad.abs().max() > 0 and (student.embed_tokens.weight.grad - both).abs().max() < 1e-5 * both.abs().max()
 
 
-WRAPPED = {"plain": lambda net: net, "compiled": lambda net: torch.compile(net, backend="eager"), "each block compiled": lambda net: [block.compile(backend="eager") for block in net.layers] and net,
+WRAPPED = {"plain": lambda net: net, "compiled": lambda net: torch.compile(net, backend="eager"),
+           "each block compiled": lambda net: [block.compile(backend="eager") for block in net.layers] and net,
            "ddp": DDP, "ddp of compiled": lambda net: DDP(torch.compile(net, backend="eager"))}
 
 
@@ -534,7 +539,8 @@ def test_B33_twenty_steps_over_several_epochs_compile_the_student_and_the_teache
     (tmp_path / "few.jsonl").write_text("".join(lines), encoding="utf-8")
     torch._dynamo.reset()
     counters.counters.clear()
-    out = run(teacher_folder, tmp_path / "run", "--compile", "--data", str(tmp_path / "few.jsonl"), "--steps", "20", "--batch-size", "9", "--seq-len", "32", "--accum", "2", "--doc-mask")
+    out = run(teacher_folder, tmp_path / "run", "--compile", "--data", str(tmp_path / "few.jsonl"), "--steps", "20",
+              "--batch-size", "9", "--seq-len", "32", "--accum", "2", "--doc-mask")
     windows = len(data.open_split([next(Path("tokens").iterdir())], [1.0], "train", 32))
     assert len(steps_of(out)) == 20 and 20 * 2 * 9 > 2 * windows and windows % 9
     assert counters.counters["stats"]["unique_graphs"] == 2 and not counters.counters["graph_break"]
@@ -565,7 +571,8 @@ def two_ranks(folder, out, *more):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     where = dict(os.environ, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK.format(root=str(ROOT), argv=argv)], env=where | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK.format(root=str(ROOT), argv=argv)], env=where | {"RANK": str(rank)},
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
              for rank in (0, 1)]
     said = [process.communicate(timeout=500) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said

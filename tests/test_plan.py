@@ -127,7 +127,8 @@ def one_micro_batch(teacher, clone, args, ids):
     losses(clone.student, teacher, ids, ids, objective_of(args, teacher.config.vocab_size), clone.frame, clone.student.lm_head.weight, writers)["loss"].backward()
 
 
-@pytest.mark.parametrize("flags", ["", "--checkpointing", "--recipe gpd", "--recipe clone", "--recipe clone --checkpointing", "--without kl", "--without kl,hidden,q", "--w-align 0 --checkpointing",
+@pytest.mark.parametrize("flags", ["", "--checkpointing", "--recipe gpd", "--recipe clone", "--recipe clone --checkpointing", "--without kl", "--without kl,hidden,q",
+                                   "--w-align 0 --checkpointing",
                                    "--mode scratch --without kl", "--mode lrc --coordinates teacher", "--mode dense", "--bases implicit", "--bases compact"])
 def test_work_is_what_torch_counts(teacher, ids, flags):
     """FlopCounterMode sees every matrix product of a real forward, backward, deploy and pull-back; attention as plain products, so that
@@ -279,7 +280,8 @@ def test_the_start(teacher):
 
 @pytest.mark.parametrize("flag, file, student, expected", [
     ("auto", "float32", "float32", ("float32", "float32")), ("auto", "float32", "bfloat16", ("float32", "bfloat16")), ("auto", "bfloat16", "bfloat16", ("bfloat16", "bfloat16")),
-    ("auto", "bfloat16", "float32", ("float32", "float32")), ("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")), ("float32", "bfloat16", "bfloat16", ("float32", "float32"))])
+    ("auto", "bfloat16", "float32", ("float32", "float32")), ("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
+    ("float32", "bfloat16", "bfloat16", ("float32", "float32"))])
 def test_the_teachers_dtype_at_the_start_and_in_the_loop(flag, file, student, expected):
     assert teacher_dtypes(Args(teacher_dtype=flag), file, student) == expected
 
@@ -327,7 +329,8 @@ def test_the_papers_recipe_refuses_in_one_line(monkeypatch, world, flags, words)
 def test_the_papers_plan_is_one_screen_with_its_data(capsys, teacher):
     text = planned(capsys, "--teacher", teacher, "--preset", "paper")
     assert len(text.splitlines()) < 35
-    for words in (f"--tokenizer {teacher} --tokens 10e9", "--data tokens/fineweb-edu=10,tokens/openhermes=0.35", "= 10.350B", "GPU-hours", "days on 8 H100", "assuming 40%", "verdict"):
+    for words in (f"--tokenizer {teacher} --tokens 10e9", "--data tokens/fineweb-edu=10,tokens/openhermes=0.35", "= 10.350B", "GPU-hours",
+                  "days on 8 H100", "assuming 40%", "verdict"):
         assert words in text
 
 

@@ -144,7 +144,8 @@ def test_a_parquet_whose_footer_is_damaged_loses_no_row_unsaid(tmp_path, number,
         assert "a.parquet: cannot be read as .parquet" in str(refusal)
 
 
-@pytest.mark.parametrize("ids", [pyarrow.array([10**15], pyarrow.timestamp("ms")), pyarrow.array([0], pyarrow.timestamp("us", "Nowhere/Land")), pyarrow.array([1 << 62], pyarrow.duration("ms"))], ids=lambda ids: str(ids.type))
+@pytest.mark.parametrize("ids", [pyarrow.array([10**15], pyarrow.timestamp("ms")), pyarrow.array([0], pyarrow.timestamp("us", "Nowhere/Land")),
+                                 pyarrow.array([1 << 62], pyarrow.duration("ms"))], ids=lambda ids: str(ids.type))
 def test_a_date_that_python_has_not_is_refused_by_its_file(tmp_path, ids):
     parquet.write_table(pyarrow.table({"text": ["a"], "id": ids}), tmp_path / "a.parquet")
     refused("a.parquet: cannot be read as .parquet", prepare, str(tmp_path), TINY, tmp_path / "out", quiet=True)
@@ -310,7 +311,8 @@ def test_a_row_with_text_and_messages_is_a_chat_where_chats_are_asked_for(chat_h
 def test_a_template_that_writes_the_separator_is_counted_and_a_document_mask_refused(chat_home, tmp_path):
     import train
     folder, _ = model(chat_home, tmp_path / "m", TEMPLATES["inst"])  # it ends each answer with the separator
-    out = prepare(jsonl(tmp_path / "c.jsonl", [{"messages": talk("a", "b", "c", "d"), "id": n} for n in range(50)]), Tokenizer(folder), tmp_path / "out", quiet=True, choice=Choice(chats=True))
+    chats = jsonl(tmp_path / "c.jsonl", [{"messages": talk("a", "b", "c", "d"), "id": n} for n in range(50)])
+    out = prepare(chats, Tokenizer(folder), tmp_path / "out", quiet=True, choice=Choice(chats=True))
     assert json.loads((out / "tokens.json").read_text(encoding="utf-8"))["separator_inside"] == 50
     args = train.Args(stage="sft", init=str(folder), data=str(out), seq_len=8, doc_mask=True)
     shape = type("Shape", (), {"max_position_embeddings": 100, "vocab_size": 10_000})

@@ -286,7 +286,8 @@ def shares(folder, rank):
     gate.copy_(gate[:, :5] @ gate[:5])  # its span is narrower, so that as many more numbers are drawn for `slice`
     for mode in ("core", "dense", "slice", "scratch"):
         for shard in (False, True):
-            clone = train.build(train.Args(mode=mode, width=12, init="orthonormal", shard=shard), None, teacher, teacher.config, None, train.Place(torch.device("cpu"), rank, 2, None))
+            args = train.Args(mode=mode, width=12, init="orthonormal", shard=shard)
+            clone = train.build(args, None, teacher, teacher.config, None, train.Place(torch.device("cpu"), rank, 2, None))
             train.share_start(clone, teacher)
             adamw, generator, norms = optimizer.make_optimizer(clone, 1e-2, 0.1), torch.Generator().manual_seed(0), []
             for lr in (1e-2, 5e-3, 1e-3):  # the loop sets it on the groups
@@ -469,7 +470,8 @@ def test_learning_rate_follows_its_closed_form():
     assert rates[:11] == pytest.approx([0.1 * k for k in range(1, 11)] + [1.0])
     assert rates[55] == pytest.approx(0.5) and rates[99] == pytest.approx(1 / 90)
     args.schedule = "cosine"
-    assert train.learning_rate(args, 55) == pytest.approx(0.5) and train.learning_rate(args, 99) == pytest.approx(0.5 * (1 - torch.cos(torch.tensor(torch.pi / 90)).item()), abs=1e-6)
+    assert train.learning_rate(args, 55) == pytest.approx(0.5)
+    assert train.learning_rate(args, 99) == pytest.approx(0.5 * (1 - torch.cos(torch.tensor(torch.pi / 90)).item()), abs=1e-6)
 
 
 def test_pretraining_uses_the_shape_of_the_folder_and_no_teacher(teacher_folder, tmp_path):
@@ -482,12 +484,14 @@ def test_pretraining_uses_the_shape_of_the_folder_and_no_teacher(teacher_folder,
 def test_sft_tunes_a_model_on_the_assistants_words_alone(teacher_folder, tmp_path):
     """From a distilled student, as the README has it; the loss falls on 'ok' and the end of its turn, which are soon learnt."""
     student = run(teacher_folder, tmp_path / "run") / "student"
-    (student / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    (student / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+                                                 "{% if add_generation_prompt %}assistant: {% endif %}")
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"say {i} {i * i}"}, {"role": "assistant", "content": "ok"}]}) + "\n" for i in range(300)))
     before = load_file(student / "model.safetensors")
     assert train.parse(["--stage", "sft", "--init", str(student)]).out == "runs/run-sft" and train.parse(["--stage", "sft", "--init", str(student)]).lr == 1e-5
-    train.main(["--stage", "sft", "--init", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:], "--lr", "3e-2", "--steps", "60", "--schedule", "constant"])
+    train.main(["--stage", "sft", "--init", str(student), "--data", str(chats), "--out", str(tmp_path / "sft"), *SMALL[2:],
+                "--lr", "3e-2", "--steps", "60", "--schedule", "constant"])
     rows = [r for r in runs.read_metrics(tmp_path / "sft") if "loss" in r]
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and "kl" not in rows[0]
     after = load_file(tmp_path / "sft" / "student" / "model.safetensors")
@@ -631,11 +635,16 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--stage", "sft", "--init", "F", "--mode", "lrc"], "--mode lrc"), (["--stage", "sft", "--init", "F", "--teacher", "F"], "--teacher F"), (["--stage", "pretrain", "--init", "F"], "--init F"), (["--stage", "pretrain", "--without", "ce"], "--without ce"), (["--stage", "pretrain", "--width", "64"], "--width 64"),
+    (["--stage", "sft", "--init", "F", "--mode", "lrc"], "--mode lrc"), (["--stage", "sft", "--init", "F", "--teacher", "F"], "--teacher F"),
+    (["--stage", "pretrain", "--init", "F"], "--init F"), (["--stage", "pretrain", "--without", "ce"], "--without ce"),
+    (["--stage", "pretrain", "--width", "64"], "--width 64"),
     (["--mode", "scratch", "--init", "calibrated"], "--init calibrated"), (["--mode", "scratch", "--coordinates", "teacher"], "--coordinates teacher"),
-    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--mode", "dense", "--bases", "implicit"], "--bases implicit"), (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse"),
-    (["--recipe", "clone", "--hidden", "mse"], "--hidden mse"), (["--without", "q,k,v,o", "--attention", "mse"], "--attention mse"), (["--w-align", "0", "--attention", "mse"], "--attention mse"),
-    (["--without", "kl", "--temperature", "2"], "--temperature 2.0"), (["--revision", "main"], "--revision main"), (["--teacher", str(ROOT / "tiny"), "--revision", "main"], "--revision main")])
+    (["--recipe", "gpd", "--w-align", "3"], "--w-align 3.0"), (["--mode", "dense", "--bases", "implicit"], "--bases implicit"),
+    (["--recipe", "gpd", "--hidden", "mse"], "--hidden mse"),
+    (["--recipe", "clone", "--hidden", "mse"], "--hidden mse"), (["--without", "q,k,v,o", "--attention", "mse"], "--attention mse"),
+    (["--w-align", "0", "--attention", "mse"], "--attention mse"),
+    (["--without", "kl", "--temperature", "2"], "--temperature 2.0"), (["--revision", "main"], "--revision main"),
+    (["--teacher", str(ROOT / "tiny"), "--revision", "main"], "--revision main")])
 def test_a_flag_that_would_be_ignored_is_refused(flags, word):
     with pytest.raises(Refusal, match=f"{word} would have no effect"):
         train.parse(flags)

@@ -210,7 +210,12 @@ def test_a_step_waits_for_the_device_once(little, tmp_path, bare, monkeypatch):
         with pytest.MonkeyPatch.context() as counting:
             for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"):
                 usual = getattr(torch.Tensor, name)
-                counting.setattr(torch.Tensor, name, lambda self, *a, usual=usual, name=name, **k: (waits.append(name) if self.is_floating_point() else None, usual(self, *a, **k))[1])
+
+                def counted(self, *a, usual=usual, name=name, **k):
+                    if self.is_floating_point():
+                        waits.append(name)
+                    return usual(self, *a, **k)
+                counting.setattr(torch.Tensor, name, counted)
             return real(*args)
     monkeypatch.setattr(train, "take_step", take_step)
     train.main(command(little, tmp_path / "run", *SIX, "--accum", "2"))
