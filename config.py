@@ -45,21 +45,24 @@ class Config:
         supported = {  # key: the values under which our forward pass is theirs
             "model_type": ("llama", "qwen2"), "hidden_act": ("silu", None), "mlp_bias": (False, None),
             "attention_bias": (False, None) if kind == "llama" else (True, False, None),  # Qwen2 always has its q/k/v bias
-            "use_sliding_window": (False, None), "is_causal": (True, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
-            "auto_map": (None,), "tie_word_embeddings": (True, False, None)}
+            "use_sliding_window": (False, None), "is_causal": (True, None), "quantization_config": (None,),
+            "partial_rotary_factor": (1.0, None), "auto_map": (None,), "tie_word_embeddings": (True, False, None)}
         for key, fine in supported.items():
             if hf.get(key) not in fine:
                 raise Refusal(f"{where}: {key}={hf.get(key)!r} is not supported (only {' or '.join(map(repr, fine))})")
 
         theta, scaling = read_rope(hf, where)
         hidden, heads, layers = whole("hidden_size", WIDEST), whole("num_attention_heads", WIDEST), whole("num_hidden_layers", 4096)
+        raw = {key: value for key, value in hf.items()
+               if value not in (None, []) or key not in (*supported, "layer_types")}  # transformers 5 reads no null there
         config = cls(
-            model_type=kind, vocab_size=whole("vocab_size", 1 << 24), hidden_size=hidden, intermediate_size=whole("intermediate_size", WIDEST),
-            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=whole("num_key_value_heads", WIDEST, missing=heads),
+            model_type=kind, vocab_size=whole("vocab_size", 1 << 24),
+            hidden_size=hidden, intermediate_size=whole("intermediate_size", WIDEST), num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=whole("num_key_value_heads", WIDEST, missing=heads),
             head_dim=whole("head_dim", WIDEST, missing=0, low=0) or hidden // heads,  # missing, null and 0 all mean "derive"
             rms_norm_eps=number(hf, "rms_norm_eps", where, 1e-30, 1, whole=False), rope_theta=theta, rope_scaling=scaling,
-            max_position_embeddings=whole("max_position_embeddings", 1 << 31), tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-            raw={key: value for key, value in hf.items() if value not in (None, []) or key not in (*supported, "layer_types")})  # transformers 5 reads no null there
+            max_position_embeddings=whole("max_position_embeddings", 1 << 31),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings")), raw=raw)
         if (types := hf.get("layer_types")) not in (None, [], ["full_attention"] * layers):
             raise Refusal(f"{where}: layer_types={types!r} is not supported (only full_attention, {layers} times)")
         if heads % config.num_key_value_heads:
@@ -82,7 +85,8 @@ class Config:
         return replace(self, hidden_size=width)
 
 
-WIDEST = 1 << 20  # beyond it, or above 4096 layers, no network of this kind was ever built: somebody's slip, or a file made to hang its reader
+# beyond it, or above 4096 layers, no network of this kind was ever built: somebody's slip, or a file made to hang its reader
+WIDEST = 1 << 20
 
 
 def number(holder: dict, key: str, where: str, low: float, high: float, missing: int | None = None, whole: bool = True):
@@ -91,7 +95,8 @@ def number(holder: dict, key: str, where: str, low: float, high: float, missing:
     if value is None:
         raise Refusal(f"{where}: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
-        raise Refusal(f"{where}: {key}={value!r:.60} is not a {'whole ' * whole}number from {low:,} to {high:,}; mend it or fetch the file again")
+        kind = "whole number" if whole else "number"
+        raise Refusal(f"{where}: {key}={value!r:.60} is not a {kind} from {low:,} to {high:,}; mend it or fetch the file again")
     return value
 
 
@@ -107,7 +112,8 @@ def read_rope(hf: dict, where: str) -> tuple[float, dict | None]:
     blocks = [hf[key] or {} for key in ("rope_parameters", "rope_scaling") if hf.get(key) or key == "rope_scaling" and key in hf]
     read = []
     for block in blocks or [{}]:
-        plain = block.keys() <= {"rope_theta", "partial_rotary_factor"}  # what else stands in a block without a type, a factor or a block a layer, would be lost
+        # what else stands in a block without a type, a factor or a block a layer, would be lost
+        plain = block.keys() <= {"rope_theta", "partial_rotary_factor"}
         kind = block.get("rope_type") or block.get("type") or ("default" if plain else None)
         if kind not in ("default", "llama3") or block.get("partial_rotary_factor", 1.0) != 1.0:
             raise Refusal(f"{where}: rope type {kind!r} {block} is not supported (only 'default' and 'llama3')")
@@ -118,10 +124,13 @@ def read_rope(hf: dict, where: str) -> tuple[float, dict | None]:
             low = number(block, "low_freq_factor", where, 1e-3, 1e6, whole=False)
             number(block, "high_freq_factor", where, 1.001 * low, 1e7, whole=False)
             inside = number(block, "original_max_position_embeddings", where, 1, 1 << 31)
-            if hf.get("original_max_position_embeddings") not in (inside, None):  # transformers takes this one
-                raise Refusal(f"{where}: original_max_position_embeddings={hf['original_max_position_embeddings']!r:.60} contradicts the llama3 block's {inside}; keep one of them")
+            outside = hf.get("original_max_position_embeddings")  # transformers takes this one
+            if outside not in (inside, None):
+                raise Refusal(f"{where}: original_max_position_embeddings={outside!r:.60} contradicts the llama3 block's {inside}; "
+                              "keep one of them")
         read.append(None if kind == "default" else {"rope_type": "llama3"} | {key: block[key] for key in LLAMA3_KEYS})
-    thetas = {float(number(holder, "rope_theta", where, 1, 1e30, whole=False)) for holder in (hf, *blocks) if holder.get("rope_theta") is not None}
+    holders = [holder for holder in (hf, *blocks) if holder.get("rope_theta") is not None]
+    thetas = {float(number(holder, "rope_theta", where, 1, 1e30, whole=False)) for holder in holders}
     if not thetas:
         raise Refusal(f"{where}: rope_theta is missing")
     if len(thetas) > 1 or any(block != read[0] for block in read):

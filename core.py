@@ -72,7 +72,7 @@ class Opened(Plain):
 
 
 class Compact(Plain):
-    """`core` without U_perp: the same coordinates from out k numbers in the place of out^2, and k (2 out - k) products in the place of out^2.
+    """`core` without U_perp: the same coordinates from out k numbers, not out^2, and with k (2 out - k) products, not out^2.
 
     1. T_1 (k, k) are the first rows of T, T_2 the others. Let B (k, out - k) solve (1 - T_1^T) B = T_2^T, and U = [B; 1] - T B.
     2. U is a complement: T^T U = T_1^T B + T_2^T - B = 0, and U^T U = B^T B + 1 - B^T B = 1.
@@ -135,8 +135,9 @@ def chosen_bases(bases: str, mode: str, d_ff: int) -> str:
 
 
 def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teacher: Transformer | None = None) -> Clone:
-    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with bases that are not
-    explicit: by rounding). `seed` is that of R and A; `core` uses none. `bases`: how `core` holds [T U_perp]; implicit ones need the teacher."""
+    """A plain clone -> one whose gate, up and down train as `mode` says. The student's weights do not change by a bit (with bases
+    that are not explicit: by rounding). `seed` is that of R and A; `core` uses none. `bases`: how `core` holds [T U_perp]; implicit
+    ones need the teacher."""
     bases = chosen_bases(bases, mode, clone.student.config.intermediate_size)
     theirs = dict(teacher.named_parameters()) if bases == "implicit" else {}  # name -> W_T
     generator = torch.Generator().manual_seed(seed)
@@ -145,7 +146,8 @@ def open_mlp(clone: Clone, mode: str, seed: int = 0, bases: str = "auto", teache
         shapes = {name: shape for told in of_all_ranks(shapes) for name, shape in told.items()}
     for name in [n for n in clone.weights if n in shapes]:
         out, k = shapes[name]
-        rows = {"random": out, "slice": k}.get(mode)  # drawn for every matrix, on the CPU: the same on every device, and however the ranks share the matrices out
+        # drawn for every matrix, on the CPU: the same on every device, and however the ranks share the matrices out
+        rows = {"random": out, "slice": k}.get(mode)
         drawn = torch.randn(rows, out - k, generator=generator) if rows else None
         if name not in clone.maps:
             continue

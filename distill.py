@@ -12,13 +12,15 @@ A recipe is a list of terms (RECIPES), and each can be left out by name:
     gpd     kl alone, its stripped control
     clone   kl, ce, and the clone loss of the original LRC: the MSE of q, k, v, gate, up, attn_out, ffn_out
 
-hidden is the published MSE, |h_S - h_T F|^2, or that over |h_T F|^2, token by token ("relative", the default). Real teachers hold a few
-massive activations: in SmolLM2-135M three of 256 tokens carry 92 % of |h_T|^2 (in `tiny` 2 %), so under the plain MSE they own the gradient.
+hidden is the published MSE, |h_S - h_T F|^2, or that over |h_T F|^2, token by token ("relative", the default). Real teachers hold
+a few massive activations: in SmolLM2-135M three of 256 tokens carry 92 % of |h_T|^2 (in `tiny` 2 %), so under the plain MSE they
+own the gradient.
 
 attn_out and ffn_out compare what a layer writes into the stream with the teacher's write, projected: o_S against o_T P, P that of the very
 matrix that writes, W_S = P^T W_T. So o_T P is W_S applied to the teacher's mix a_T (attention before o_proj, or silu(gate) * up):
     o_S - o_T P = W_S (a_S - a_T)
-Where `down` may leave the span no P gives it, and the right side is the term. LRC's own code takes attn_out before P, at the teacher's width.
+Where `down` may leave the span no P gives it, and the right side is the term. LRC's own code takes attn_out before P, at the
+teacher's width.
 
 Each term is a mean over the valid tokens of the whole optimizer step: the functions here return *sums*
 over the valid tokens of one micro-batch (targets != IGNORE), the loop divides once by the count of the step.
@@ -157,7 +159,8 @@ def cosine(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Distance(torch.autograd.Function):
-    """The sum of a distance over the valid tokens. Its gradient in closed form takes a third of the passes over memory that autograd makes of the formula."""
+    """The sum of a distance over the valid tokens. Its gradient in closed form takes a third of the passes over memory that autograd
+    makes of the formula."""
 
     @staticmethod
     def forward(ctx, s, t, valid, f):
@@ -200,13 +203,18 @@ def align_sums(student: list[dict], teacher: list[dict], frame: Tensor | None, v
     sums = dict.fromkeys(objective.align, 0.0)
     for s, t, writer in zip(student, teacher, writers or [None] * len(student), strict=True):
         for name in objective.align:
-            sums[name] += checkpoint(term, name, s, t, writer, use_reentrant=False, preserve_rng_state=False) if objective.checkpointing else term(name, s, t, writer)
+            if objective.checkpointing:
+                value = checkpoint(term, name, s, t, writer, use_reentrant=False, preserve_rng_state=False)
+            else:
+                value = term(name, s, t, writer)
+            sums[name] += value
     return sums
 
 
 def document_mask(ids: Tensor, separator: int | None) -> Tensor | None:
-    """ids (B, T) -> (B, 1, T, T) bool, True where attention may go: back, and no further than the document's first token. Positions need not
-    begin anew in each document: RoPE sees only their differences. None, the plain causal mask, without a separator."""
+    """ids (B, T) -> (B, 1, T, T) bool, True where attention may go: back, and no further than the document's first token.
+    Positions need not begin anew in each document: RoPE sees only their differences. None, the plain causal mask, without a
+    separator."""
     if separator is None:
         return None
     closes = ids == separator

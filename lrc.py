@@ -36,8 +36,8 @@ def span(W: Tensor) -> Tensor:
     """Orthonormal basis T (out, k) of col(W), W (out, in), k its numerical rank: left singular vectors, largest first.
 
     W^T W = V S^2 V^T gives T = W V S^-1: an eigenproblem of the teacher's width instead of an SVD of d_ff rows. In fp64 it resolves
-    singular values down to 1e-6 of the largest; what lies below is taken for rounding (fp32's own: below 1e-7). Signs follow a rule, so that a
-    basis made anew is the same basis.
+    singular values down to 1e-6 of the largest; what lies below is taken for rounding (fp32's own: below 1e-7). Signs follow a rule,
+    so that a basis made anew is the same basis.
     """
     W, dtype = W.detach().double(), W.dtype
     wide = W.shape[0] <= W.shape[1]  # then the left singular vectors are the eigenvectors of W W^T themselves
@@ -46,7 +46,8 @@ def span(W: Tensor) -> Tensor:
     kept = S2 > 1e-12 * S2[:1]
     S2, V = S2[kept], V[:, kept]  # (k,), (in, k)
     T = V if wide else W @ V / S2.sqrt()
-    if not wide and (S2[:1] > 1e6 * S2[-1:]).any():  # the columns are orthonormal to 1e-16 S2[0] / S2[-1]: mend what an fp32 basis would show
+    # the columns are orthonormal to 1e-16 S2[0] / S2[-1]: mend what an fp32 basis would show
+    if not wide and (S2[:1] > 1e6 * S2[-1:]).any():
         T = torch.linalg.solve_triangular(torch.linalg.cholesky(T.T @ T).T, T, upper=True, left=False)
     return fix_signs(T).to(dtype).contiguous()
 
@@ -70,7 +71,8 @@ class Plain(nn.Module):
             Z = W.T @ self.T  # T^T T = 1
         else:  # the shortest P of those that give W: (W_T^T W_T)^+ W_T^T W
             A = W_T.double()
-            Z = (torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ W.double())).T.to(W.dtype).contiguous()  # fused AdamW reads memory, not strides
+            P = torch.linalg.pinv(A.T @ A, rtol=1e-12, hermitian=True) @ (A.T @ W.double())  # (H, r)
+            Z = P.T.to(W.dtype).contiguous()  # fused AdamW reads memory, not strides
         self.Z = nn.Parameter(Z)  # (r, k)
 
     def flip(self, W: Tensor) -> Tensor:
@@ -97,10 +99,12 @@ class Clone:
 
     A weight without a map (a norm gain, or the MLP of mode `dense`) is its own coordinate: the student's parameter trains.
     `frame` F (H, r) says where the student's stream lives in the teacher's: h_S ~ h_T F.
-    `owner`: weight -> the rank that alone holds its map and trains it, where ranks share them out (optimizer.py); then deploy is called by all.
+    `owner`: weight -> the rank that alone holds its map and trains it, where ranks share them out (optimizer.py); then deploy is
+    called by all.
     """
 
-    def __init__(self, student: Transformer, maps: dict[str, nn.Module] | None = None, frame: Tensor | None = None, owner: dict[str, int] | None = None):
+    def __init__(self, student: Transformer, maps: dict[str, nn.Module] | None = None, frame: Tensor | None = None,
+                 owner: dict[str, int] | None = None):
         self.student, self.maps, self.frame, self.owner = student, maps or {}, frame, owner
         self.weights = dict(student.named_parameters())  # a tied pair appears once
         self.deploy()
@@ -113,10 +117,15 @@ class Clone:
 
     @functools.cached_property
     def order(self) -> list[str]:
-        """The names of all ranks' coordinates, in the order in which one rank alone would have them. Asked for first by all ranks, once the maps are made."""
+        """The names of all ranks' coordinates, in the order in which one rank alone would have them. Asked for first by all ranks, once
+        the maps are made."""
         weights = list(self.weights)
-        weight = lambda name: name if name in self.weights else name.rpartition(".")[0]
-        return sorted((name for names in of_all_ranks(list(self.coordinates())) for name in names), key=lambda name: (name not in self.weights, weights.index(weight(name))))
+        names = [name for theirs in of_all_ranks(list(self.coordinates())) for name in theirs]
+
+        def place(name: str) -> tuple[bool, int]:
+            own = name in self.weights  # else a map's: the weight's name, and .Z or .Zc
+            return not own, weights.index(name if own else name.rpartition(".")[0])
+        return sorted(names, key=place)
 
     @torch.no_grad()
     def deploy(self) -> None:

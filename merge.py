@@ -34,10 +34,12 @@ def deployed(run: Path) -> tuple[dict, dict, Transformer]:
     folder, state = runs.find_checkpoint(run)
     if not (isinstance(record.get("student"), dict) and isinstance(record.get("args"), dict) and isinstance(record.get("data"), dict)):
         raise Refusal(f"{run / 'config.json'}: not that of a run (no args, data and student in it)")
-    config, tensors = Config.from_hf(record["student"], f"{run / 'config.json'}: student"), runs.read_tensors(folder / "student.safetensors")
+    config = Config.from_hf(record["student"], f"{run / 'config.json'}: student")
+    tensors = runs.read_tensors(folder / "student.safetensors")
     with torch.device("meta"):
         asked = sum(p.numel() for p in Transformer(config).parameters())
-    if asked > 2 * (held := sum(t.numel() for t in tensors.values())):  # before memory is taken for it; small differences are told by name below
+    held = sum(t.numel() for t in tensors.values())
+    if asked > 2 * held:  # before memory is taken for it; small differences are told by name below
         raise Refusal(f"{run / 'config.json'}: its student has {asked:,} numbers, the checkpoint {held:,}")
     student = Transformer(config)
     runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), tensors)
@@ -53,14 +55,16 @@ def export(run: Path, out: Path | None = None, dtype: torch.dtype = torch.float3
     out = (Path(out) if out else run / "student").resolve()
     if out.exists() and not (out.is_dir() and ((out / "model.safetensors").exists() or not any(out.iterdir()))):
         raise Refusal(f"{out}: exists and is not a model folder; delete it or choose another --out")
-    ours = (out / "README.md").is_file() and "low-rank clone distillation" in (out / "README.md").read_text(encoding="utf-8", errors="replace")
+    readme = out / "README.md"
+    ours = readme.is_file() and "low-rank clone distillation" in readme.read_text(encoding="utf-8", errors="replace")
     if out.exists() and any(out.iterdir()) and not ours:
         raise Refusal(f"{out}: holds a model that no run made; choose another --out")
     record, state, student = deployed(run)
     try:
         about = card(run, record, state, student)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Refusal(f"{run}: config.json, metrics.jsonl or the checkpoint's state.json is not as train.py writes it ({type(error).__name__}: {error})") from None
+        raise Refusal(f"{run}: config.json, metrics.jsonl or the checkpoint's state.json is not as train.py writes it "
+                      f"({type(error).__name__}: {error})") from None
     making = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(making, ignore_errors=True)
     try:
@@ -112,8 +116,9 @@ def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
     made = {"distill": f"A student of {record['teacher']}", "pretrain": "A pretrained network", "sft": f"{record['teacher']}, fine-tuned"}
     train = [r for r in rows if "loss" in r and r["step"] <= state["step"]]
     held = [r for r in rows if "val_ce" in r and r["step"] <= state["step"]]
+    flags = ("recipe", "without", "init", "coordinates") if args["stage"] == "distill" else ()
     lines = [("stage", args["stage"]), ("teacher", record["teacher"]), ("mode", args["mode"] if args["stage"] == "distill" else "-"),
-             *((name, args[name]) for name in ("recipe", "without", "init", "coordinates") if args["stage"] == "distill" and args.get(name)),
+             *((name, args[name]) for name in flags if args.get(name)),
              ("width", f"{student.config.hidden_size}"), ("parameters", f"{sum(p.numel() for p in student.parameters()):,}"),
              ("steps", f"{state['step']:,}"), ("tokens", f"{state['tokens']:,}"),
              ("data", f"{record['data']['source']} (fingerprint {record['data']['fingerprint']})"),
@@ -124,7 +129,8 @@ def card(run: Path, record: dict, state: dict, student: Transformer) -> str:
     if c.model_type == "qwen2" and c.hidden_size != c.num_attention_heads * c.head_dim:  # the warning travels with the folder
         lines.append(("serving", "vLLM: --model-impl transformers (its own Qwen2 takes width / heads for head_dim and answers wrongly)"))
     return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {made[args['stage']]}\n\n"
-            "Made with the code of low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; val_kl is KL(teacher || student) at T = 1.\n\n"
+            "Made with the code of low-rank clone distillation (arXiv 2505.12781, 2609.02006). Nats a token; "
+            "val_kl is KL(teacher || student) at T = 1.\n\n"
             "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in lines))
 
 
@@ -141,7 +147,8 @@ if __name__ == "__main__":
                         help="of the exported weights (default: float32); float16, which large activations overflow, with --gguf alone")
     arguments = parser.parse_args()
     if arguments.dtype == "float16" and not arguments.gguf:
-        parser.error("--dtype float16 goes with --gguf: transformers computes in the dtype of the file, and fp16 activations overflow; take bfloat16")
+        parser.error("--dtype float16 goes with --gguf: transformers computes in the dtype of the file, and fp16 activations overflow; "
+                     "take bfloat16")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
     try:
         print((export_gguf if arguments.gguf else export)(arguments.run, arguments.out, getattr(torch, arguments.dtype)))

@@ -104,7 +104,8 @@ class Attention(nn.Module):
         B, T, _ = q.shape
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # under autocast q is bf16 while the stream is fp32
         heads = lambda t, count: t.view(B, T, count, self.d).transpose(1, 2)  # (B, count, T, d)
-        shared = lambda t: t if mask is None else t.repeat_interleave(self.n // self.m, 1)  # CUDA's fast kernels take a mask or grouped heads, not both
+        # CUDA's fast kernels take a mask or grouped heads, not both
+        shared = lambda t: t if mask is None else t.repeat_interleave(self.n // self.m, 1)
         mixed = F.scaled_dot_product_attention(  # scale 1/sqrt(d): d is head_dim, never H/n
             rotate(heads(q, self.n), cos, sin), shared(rotate(heads(k, self.m), cos, sin)), shared(heads(v, self.m)),
             attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None and self.n != self.m)  # (B, n, T, d)
@@ -162,7 +163,8 @@ class Transformer(nn.Module):
         With taps=True a pair: that, and one dict of activations a layer (see Block).
         positions (B, T) and mask (B, 1, T, T), True where attention may go, replace 0 .. T-1 and causal attention."""
         h = self.embed_tokens(ids)  # (B, T, H)
-        cos, sin = rope_table(self.rope_freq, torch.arange(ids.shape[1], device=ids.device) if positions is None else positions[:, None])  # (.., T, d)
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions[:, None]  # (T,) or (B, 1, T)
+        cos, sin = rope_table(self.rope_freq, places)  # (.., T, d)
         tapped = []
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():  # nothing in a block is random: no generator state to keep
@@ -257,7 +259,8 @@ def opened(file: Path, device: str = "cpu") -> Iterator[safe_open]:
 
 
 def tensor_files(folder: Path) -> dict[Path, dict[str, str]]:
-    """File -> {name in our network: key in the file}, for a one-file or a sharded checkpoint. Index and shards must agree, each name be there once."""
+    """File -> {name in our network: key in the file}, for a one-file or a sharded checkpoint. Index and shards must agree, each
+    name be there once."""
     index, files = folder / "model.safetensors.index.json", {folder / "model.safetensors": None}
     if not (folder / "model.safetensors").is_file():
         if not index.is_file():
@@ -269,7 +272,8 @@ def tensor_files(folder: Path) -> dict[Path, dict[str, str]]:
             inside = sorted(tensors.keys())
         for key in sorted({*inside} ^ {*(inside if listed is None else listed)}):
             raise Refusal(f"{file}: tensor {key} is {'' if key in inside else 'not '}in it, against {index.name}; fetch both again")
-        found[file] = {key.removeprefix("model."): key for key in inside if not key.endswith("rotary_emb.inv_freq")}  # a buffer that old checkpoints carry
+        kept = [key for key in inside if not key.endswith("rotary_emb.inv_freq")]  # a buffer that old checkpoints carry
+        found[file] = {key.removeprefix("model."): key for key in kept}
         for name in (key.removeprefix("model.") for key in inside):
             if name in names:
                 raise Refusal(f"{file}: tensor {name} is there twice, with `model.` before it and without; drop one of them")
@@ -296,7 +300,8 @@ def shards(index: Path) -> dict[Path, list[str]]:
 
 def checked(tensor: Tensor, key: str, expected: Tensor | None, file: Path, config: Config, dtype: torch.dtype) -> Tensor:
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise Refusal(f"{file}: {key} holds {str(tensor.dtype).removeprefix('torch.')}, not fp16, bf16, fp32 or fp64: a quantised checkpoint is not supported")
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise Refusal(f"{file}: {key} holds {kind}, not fp16, bf16, fp32 or fp64: a quantised checkpoint is not supported")
     if key == "lm_head.weight" and config.tie_word_embeddings:
         return tensor.to(dtype)  # compared with the embedding once both are here
     if expected is None:

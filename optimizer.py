@@ -1,9 +1,9 @@
-"""AdamW on the coordinates: its rate, its state made at the start and taken up again at a resume, and the coordinates shared out over the ranks.
+"""AdamW on the coordinates: its rate, its state made at the start or taken up at a resume, the coordinates shared out over the ranks.
 
-AdamW holds two moments a trained number, 8 bytes in fp32: for a 3B teacher in mode `core` more than the network itself; and the maps hold their
-bases. With --shard each rank makes the maps of some of the matrices only: it alone holds their bases, coordinates and moments, steps them, and
-sends the weights to the others (ZeRO, stage 1, with the map between coordinates and weights in it). Every number comes of the same arithmetic, so
-the run is the same bit for bit, and a checkpoint holds all of it, on whatever ranks it was.
+AdamW holds two moments a trained number, 8 bytes in fp32: for a 3B teacher in mode `core` more than the network itself; and the maps
+hold their bases. With --shard each rank makes the maps of some of the matrices only: it alone holds their bases, coordinates and
+moments, steps them, and sends the weights to the others (ZeRO, stage 1, with the map between coordinates and weights in it). Every
+number comes of the same arithmetic, so the run is the same bit for bit, and a checkpoint holds all of it, on whatever ranks it was.
 """
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def training_state(clone: Clone, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The training_state of all ranks, called by all -> on the CPU of rank 0 the whole of it, on the others {}. One tensor travels at a time,
-    so no device ever holds more than one that is not its own."""
+    """The training_state of all ranks, called by all -> on the CPU of rank 0 the whole of it, on the others {}. One tensor travels at
+    a time, so no device ever holds more than one that is not its own."""
     told, device = of_all_ranks({name: t.shape for name, t in tensors.items()}), next(iter(tensors.values())).device
     whole = {name: t.detach().cpu() for name, t in tensors.items()} if rank == 0 else {}
     for source, shapes in enumerate(told[1:], 1):

@@ -11,8 +11,8 @@
                          (the deployed weights, so that merge.py needs no teacher), state.json; no pickle
     RUN/student/         the merged student, a Hugging Face folder
 
-Every file appears whole or not at all: it is written beside its place and renamed into it. A checkpoint is on the disk, with the metrics up to
-it, before it bears its name.
+Every file appears whole or not at all: it is written beside its place and renamed into it. A checkpoint is on the disk, with the
+metrics up to it, before it bears its name.
 """
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def check_folder(run: Path, resume: bool) -> None:
     if newest_checkpoint(run):
         raise Refusal(f"{run} already holds a run: add --resume to go on with it, or choose another --out")
     if (run / "student").exists():
-        raise Refusal(f"{run} holds a finished student whose checkpoints are gone: choose another --out, or delete {run}/student to begin anew")
-    if not run.is_dir() or any(p.name not in (".lock", "metrics.jsonl.tmp") for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
+        raise Refusal(f"{run} holds a finished student whose checkpoints are gone: choose another --out, or delete {run}/student to "
+                      "begin anew")
+    begun = (".lock", "metrics.jsonl.tmp")  # all that a run may leave before its metrics.jsonl is there
+    if not run.is_dir() or any(p.name not in begun for p in run.iterdir()) and not (run / "metrics.jsonl").exists():
         raise Refusal(f"{run}: exists and is not a run folder; choose another --out")
 
 
@@ -64,7 +66,8 @@ def lock(run: Path):
     except BlockingIOError:
         raise Refusal(f"{run}: another process is at work in this folder; wait for it or choose another --out") from None
     except OSError as error:
-        print(f"{run}/.lock: this file system locks no files ({error.strerror}); see to it that no second process trains in this folder", file=sys.stderr)
+        print(f"{run}/.lock: this file system locks no files ({error.strerror}); see to it that no second process trains in this folder",
+              file=sys.stderr)
     return file
 
 
@@ -83,7 +86,8 @@ def surroundings(device: str = "cpu") -> dict:
 
 @contextlib.contextmanager
 def writing(path: Path, partial: Path | None = None, then: str = "go on with --resume: what was saved before is whole"):
-    """Where there is no room (or no right) to write `path`, that is said in one line, and nothing stays of `partial`, the file or folder being made."""
+    """Where there is no room (or no right) to write `path`, that is said in one line, and nothing stays of `partial`, the file or
+    folder being made."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -118,7 +122,8 @@ def start(run: Path, args: dict, identity: dict, folder: Path, student: dict, de
         for name in TOKENIZER_FILES:
             if (folder / name).exists():
                 shutil.copyfile(folder / name, run / "tokenizer" / name)
-        write_whole(run / "config.json", json.dumps(dict(run=stamp, args=args, **identity, student=student, **surroundings(device)), indent=2) + "\n")
+        record = dict(run=stamp, args=args, **identity, student=student, **surroundings(device))
+        write_whole(run / "config.json", json.dumps(record, indent=2) + "\n")
 
 
 def read_record(run: Path) -> dict:
@@ -127,7 +132,8 @@ def read_record(run: Path) -> dict:
     args, data = record.get("args"), record.get("data")
     if not (isinstance(args, dict) and isinstance(data, dict) and isinstance(data.get("fingerprint"), str)
             and isinstance(record.get("teacher"), str) and type(record.get("ranks")) is int):
-        raise Refusal(f"{run / 'config.json'}: args, data, teacher or ranks are not as train.py writes them; is this a run folder, or was it edited?")
+        raise Refusal(f"{run / 'config.json'}: args, data, teacher or ranks are not as train.py writes them; is this a run folder, "
+                      "or was it edited?")
     return record
 
 
@@ -135,26 +141,31 @@ def same(run: Path, identity: dict) -> None:
     """Refuse to resume with another teacher, other data or another number of ranks than the run began with."""
     record = read_record(run)
     for name, now in identity.items():
-        was, now = (x["fingerprint"] if name == "data" else x for x in (record.get(name, now), now))  # runs from before weights had a digest lack it
+        was = record.get(name, now)  # runs from before weights had a digest lack it
+        if name == "data":
+            was, now = was["fingerprint"], now["fingerprint"]
         if was != now:
             raise Refusal(f"{run}: the run began with {name.replace('_', ' ')} {was}, now it is {now}; resume with what it began with")
 
 
 def shards_of(run: Path) -> tuple[list[Path], list[float]] | None:
-    """The folders of shards that the run began with, and their weights, where all of them still stand: their sources may have changed since, or be out of
-    reach. That they hold what they did, `same` sees to."""
+    """The folders of shards that the run began with, and their weights, where all of them still stand: their sources may have changed
+    since, or be out of reach. That they hold what they did, `same` sees to."""
     data = read_record(run)["data"]
     folders, weights = data.get("folders"), data.get("weights")
-    if isinstance(folders, list) and folders and isinstance(weights, list) and len(weights) == len(folders) \
-            and all(isinstance(f, str) and (Path(f) / "tokens.json").exists() for f in folders) and all(type(w) is float and w > 0 for w in weights):
-        return list(map(Path, folders)), weights
-    return None
+    if not (isinstance(folders, list) and folders and isinstance(weights, list) and len(weights) == len(folders)):
+        return None
+    for folder, weight in zip(folders, weights):
+        if not (isinstance(folder, str) and (Path(folder) / "tokens.json").exists() and type(weight) is float and weight > 0):
+            return None
+    return list(map(Path, folders)), weights
 
 
 def elsewhere(run: Path, device: str) -> str:
     """A line on what arithmetic depends on and is another than where the run began; "" where nothing is."""
     record, now = read_record(run), surroundings(device)
-    others = [f"{name} {now[name]} (was {record[name]})" for name in ("torch", "device", "threads", "git_commit") if record.get(name, now[name]) != now[name]]
+    others = [f"{name} {now[name]} (was {record[name]})" for name in ("torch", "device", "threads", "git_commit")
+              if record.get(name, now[name]) != now[name]]
     return f"{run}: resumed with {', '.join(others)}: it goes on, perhaps not bit for bit as it would have there" if others else ""
 
 
@@ -162,12 +173,12 @@ def elsewhere(run: Path, device: str) -> str:
 
 
 def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed: dict[str, Tensor], keep: int = 1) -> None:
-    """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py. What no resume would
-    take, numbers that are not finite, is refused, and what was saved before stays."""
+    """Write step-N whole, then drop all but the newest `keep`. `deployed` are the student's merged weights, for merge.py. What no
+    resume would take, numbers that are not finite, is refused, and what was saved before stays."""
     for name, t in (*tensors.items(), *deployed.items()):
         if not t.isfinite().all():
-            raise Refusal(f"step {state['step']}: {name} holds NaN or infinity after the update. It is not saved, the newest checkpoint is from before it; "
-                          "begin anew with a smaller --lr or a longer --warmup")
+            raise Refusal(f"step {state['step']}: {name} holds NaN or infinity after the update. It is not saved, the newest checkpoint "
+                          "is from before it; begin anew with a smaller --lr or a longer --warmup")
     folder = run / "checkpoint" / f"step-{state['step']:07d}"
     making = folder.with_name(f"{folder.name}.tmp")
     with writing(folder, partial=making):
@@ -186,7 +197,8 @@ def save_checkpoint(run: Path, state: dict, tensors: dict[str, Tensor], deployed
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Remove all but `folder`, the newest checkpoint, and the `keep` - 1 before it. One that claims a later step was passed over at a resume."""
+    """Remove all but `folder`, the newest checkpoint, and the `keep` - 1 before it. One that claims a later step was passed over at a
+    resume."""
     found = sorted(folder.parent.glob("step-*"))
     kept = [p for p in found if p.suffix != ".tmp" and p <= folder][-keep:]
     for old in found:
@@ -195,7 +207,8 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """A folder that nothing needs any more. Where it cannot go (on a network disk, while somebody reads in it), that is told, and tried again later."""
+    """A folder that nothing needs any more. Where it cannot go (on a network disk, while somebody reads in it), that is told, and
+    tried again later."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -234,8 +247,11 @@ def find_checkpoint(run: Path, say=lambda text: print(text, file=sys.stderr)) ->
             return folder, read_state(folder)
         except Refusal as refusal:
             say(f"passed over, no complete checkpoint of this run: {refusal}")
-    left = [f"{run}/checkpoint"] * (newest_checkpoint(run) is not None) + [f"{run}/student"] * (run / "student").exists()
-    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out" + f" and delete {' and '.join(left)}" * bool(left))
+    left = [f"{run}/checkpoint"] if newest_checkpoint(run) else []
+    if (run / "student").exists():
+        left.append(f"{run}/student")
+    delete = f" and delete {' and '.join(left)}" if left else ""
+    raise Refusal(f"{run}: no complete checkpoint/step-* in it; nothing to resume or merge. To begin anew leave --resume out{delete}")
 
 
 def read_state(folder: Path) -> dict:
@@ -309,10 +325,12 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def cut_metrics(run: Path, step: int, say=print) -> None:
-    """Forget what was logged after the checkpoint that a run resumes from: those steps come again. Steps before it that are not there are told."""
+    """Forget what was logged after the checkpoint that a run resumes from: those steps come again. Steps before it that are not there
+    are told."""
     kept = [row for row in read_metrics(run) if row["step"] <= step]
     if lost := step - len({row["step"] for row in kept if "loss" in row or "skipped" in row}):
-        say(f"{run / 'metrics.jsonl'}: {lost} of the {step} steps up to the checkpoint are not in it; was it edited? The run goes on, its table and curves lack them")
+        say(f"{run / 'metrics.jsonl'}: {lost} of the {step} steps up to the checkpoint are not in it; was it edited? The run goes on, "
+            "its table and curves lack them")
     with writing(run / "metrics.jsonl"):
         write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
 
@@ -321,7 +339,8 @@ def table(run: Path, numbers: dict[str, int]) -> str:
     """The result of a run: held-out figures of the teacher, the student at step 0 and the student now."""
     rows = read_metrics(run)
     evals = [r for r in rows if "val_ce" in r]
-    lines = [("teacher", r["teacher"]) for r in rows if "teacher" in r] + [(f"student, step {row['step']}", row) for row in (*evals[:1], *evals[-1:])]
+    lines = [("teacher", r["teacher"]) for r in rows if "teacher" in r]
+    lines += [(f"student, step {r['step']}", r) for r in (*evals[:1], *evals[-1:])]
     text = [f"{'held-out':<20}{'CE':>9}{'KL to teacher':>15}{'top-1':>8}"]
     for name, row in lines:
         kl, top1 = (f"{row[k]:.4f}" if k in row else "-" for k in ("val_kl", "val_top1"))
@@ -373,8 +392,8 @@ def save_picture(figure, path: Path, dpi: int = 110) -> None:
         pictures().close(figure)
 
 
-FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every", "checkpointing", "shard",
-                  "keep", "check_ranks"}
+FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every",
+                  "checkpointing", "shard", "keep", "check_ranks"}
 
 
 def compare(folders: list[Path]) -> str:
@@ -402,12 +421,13 @@ def compare(folders: list[Path]) -> str:
         seeds[args["seed"]] = evals[-1] | {"start": evals[0]["val_ce"]}
 
     spread = lambda values: f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
-    lines = ["| width | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE − CE(lrc), paired |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| width | mode | seeds | CE, step 0 | CE | KL to teacher | top-1 | CE − CE(lrc), paired |",
+             "|---|---|---|---|---|---|---|---|"]
     for (width, mode), seeds in sorted(ends.items(), key=lambda item: (-item[0][0], [*MODES, "scratch"].index(item[0][1]))):
         plain = ends.get((width, "lrc"), {})
         paired = [end["val_ce"] - plain[seed]["val_ce"] for seed, end in seeds.items() if seed in plain]
-        row = [width, mode, len(seeds), *(spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")),
-               spread(paired) if paired and mode != "lrc" else ""]
+        figures = [spread([end[key] for end in seeds.values()]) for key in ("start", "val_ce", "val_kl", "val_top1")]
+        row = [width, mode, len(seeds), *figures, spread(paired) if paired and mode != "lrc" else ""]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines)
 

@@ -54,13 +54,15 @@ def find_place(args: Args) -> Place:
     rank, world, local = (told.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
     if cuda and 0 < (gpus := torch.cuda.device_count()) <= local:
-        raise Refusal(f"rank {rank}: this machine has {gpus} GPU{'s' * (gpus > 1)}, too few for LOCAL_RANK={local}; give torchrun --nproc_per_node={gpus}")
+        raise Refusal(f"rank {rank}: this machine has {gpus} GPU{'s' * (gpus > 1)}, too few for LOCAL_RANK={local}; "
+                      f"give torchrun --nproc_per_node={gpus}")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world > 1:
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))  # ranks wait while rank 0 tokenises or evaluates
+            # so long, because ranks wait while rank 0 tokenises or evaluates
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))
         except ValueError as error:  # an environment variable is missing or no number
             raise Refusal(f"WORLD_SIZE={world}, but {error}; start several ranks with torchrun, or unset WORLD_SIZE for one") from None
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
@@ -89,13 +91,14 @@ class Session:
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of a step's sequences: where they stand follows from the step alone."""
-        places = [place_in_order(step, m, self.place.rank, self.args.accum, self.place.world, self.args.batch_size) for m in range(self.args.accum)]
+        places = [place_in_order(step, m, self.place.rank, self.args.accum, self.place.world, self.args.batch_size)
+                  for m in range(self.args.accum)]
         return [self.train.batch(place, self.args.batch_size) for place in places]
 
     def score(self, model: Transformer, step: int, whose: str = "the student's") -> dict[str, float]:
-        distil = self.args.stage == "distill"
+        real_vocab = self.tokenizer.vocab_size if self.args.stage == "distill" else None
         with self.place.precision():
-            figures = evaluate(model, self.teacher, self.held_batches(), real_vocab=self.tokenizer.vocab_size if distil else None, separator=self.objective.separator)
+            figures = evaluate(model, self.teacher, self.held_batches(), real_vocab=real_vocab, separator=self.objective.separator)
         return watch.must_be_finite(figures, step, whose)
 
     def evaluate(self, step: int) -> None:
@@ -107,7 +110,8 @@ class Session:
     def log(self, step: int, figures: dict, lr: float, seconds: float, left: float) -> None:
         """A step's row in the metrics and, every --log-every steps, its line; `seconds` of this step, `left` of all that are to come."""
         speed = self.step_tokens / seconds
-        runs.append_metrics(self.run, {"step": step, "tokens": step * self.step_tokens} | figures | {"lr": lr, "tokens_per_second": round(speed, 1)})
+        row = {"step": step, "tokens": step * self.step_tokens} | figures | {"lr": lr, "tokens_per_second": round(speed, 1)}
+        runs.append_metrics(self.run, row)
         if "loss" in figures and (step % self.args.log_every == 0 or step == self.args.steps):
             terms = "  ".join(f"{k} {figures[k]:.4f}" for k in ("kl", "ce", "align", "loss") if k in figures)
             self.place.say(f"step {step:>6}/{self.args.steps}  {terms}  |g| {figures['grad_norm']:.2f}  lr {lr:.2e}  {speed:,.0f} tok/s  "

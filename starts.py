@@ -1,7 +1,7 @@
-"""Where a student starts: W_T P with P fitted layer by layer to the teacher's own activations (calibrate), or with a P that has seen no data.
+"""Where a student starts: W_T P, P fitted layer by layer to the teacher's own activations (calibrate), or one that has seen no data.
 
-The sources name a calibrated start without stating it (Train What You Deploy, arXiv 2609.02006); this one is worked out here. A random start is
-what Low-Rank Clone's own code takes (arXiv 2505.12781).
+The sources name a calibrated start without stating it (Train What You Deploy, arXiv 2609.02006); this one is worked out here.
+A random start is what Low-Rank Clone's own code takes (arXiv 2505.12781).
 """
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def main_directions(teacher: Transformer, ids: Tensor, r: int, rope, chunks) -> 
                 with widened(block):
                     h = block(h, *rope)[0]
     if not (torch.isfinite(moment).all() and widen(teacher.norm.weight).pow(2).sum() > 0):
-        raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: is the checkpoint whole?")
+        raise Refusal("the teacher's own activations on the calibration text are not finite, or its final gain is 0: "
+                      "is the checkpoint whole?")
     return fix_signs(torch.linalg.eigh(moment).eigenvectors[:, -r:].flip(1)).float().contiguous()
 
 
@@ -116,8 +117,9 @@ def mapped(file: Path, *shape: int) -> Tensor:
                 os.posix_fallocate(made.fileno(), 0, needed)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that takes no room beforehand
-                raise Refusal(f"{tempfile.gettempdir()}: calibrating on {math.prod(shape[:-1]):,} tokens takes {needed / 1e9:.1f} GB there, {free / 1e9:.1f} are free; "
-                              "make room, set TMPDIR to another place, or give fewer --calibration-tokens") from None
+                raise Refusal(f"{tempfile.gettempdir()}: calibrating on {math.prod(shape[:-1]):,} tokens takes {needed / 1e9:.1f} GB "
+                              f"there, {free / 1e9:.1f} are free; make room, set TMPDIR to another place, or give fewer "
+                              "--calibration-tokens") from None
     tensor = torch.from_file(str(file), shared=True, size=math.prod(shape)).view(shape)
     if os.name == "posix":
         file.unlink()  # it lives as long as the tensor: a kill leaves nothing behind

@@ -47,18 +47,23 @@ from tokenizer import Tokenizer
 
 
 def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, calibration, place: Place) -> lrc.Clone:
-    """The clone at step 0; in a resumed run only its spans are made, the checkpoint fills it. `calibration`: (ids, targets), for a calibrated start."""
+    """The clone at step 0; in a resumed run only its spans are made, the checkpoint fills it. `calibration`: (ids, targets), for a
+    calibrated start."""
+    shares = lambda net: share_out({name: w.numel() for name, w in net.named_parameters()}, place.world) if args.shard else None
     if args.stage != "distill" or args.mode == "scratch":  # every weight is its own coordinate
         student = Transformer.from_pretrained(folder) if args.stage == "sft" else Transformer(shape.at_width(args.width))
         if args.stage != "sft":
             student.initialise(args.seed)
-        return lrc.Clone(student.to(place.device), owner=share_out({name: w.numel() for name, w in student.named_parameters()}, place.world) if args.shard else None)
+        return lrc.Clone(student.to(place.device), owner=shares(student))
     student = lrc.blank_student(teacher, args.width)
-    frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
-    if not args.resume:
-        frame = starts.calibrate(teacher, student, *calibration, place.say) if args.init == "calibrated" else starts.random_start(teacher, student, args.init, args.seed)
-        frame = frame.contiguous()  # NCCL sends no other
-    owner = share_out({name: w.numel() for name, w in teacher.named_parameters()}, place.world) if args.shard else None
+    if args.resume:
+        frame = torch.zeros(shape.hidden_size, args.width, device=place.device)
+    elif args.init == "calibrated":
+        frame = starts.calibrate(teacher, student, *calibration, place.say)
+    else:
+        frame = starts.random_start(teacher, student, args.init, args.seed)
+    frame = frame.contiguous()  # NCCL sends no other
+    owner = shares(teacher)
     for tensor in [frame, *student.parameters()] if owner else []:
         dist.broadcast(tensor.data, 0)  # each makes the maps of its share from rank 0's start
     maps = lrc.plain_maps(teacher, student, args.coordinates, () if args.mode == "lrc" else core.MLP, owner)
@@ -66,8 +71,8 @@ def build(args: Args, folder: Path, teacher: Transformer | None, shape: Config, 
 
 
 def share_start(clone: lrc.Clone, teacher: Transformer | None) -> None:
-    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file; so is the teacher. What one rank alone
-    holds (--shard) is in the student's weights, which it sends to the others."""
+    """One start for all ranks, whatever their hardware: rank 0's. AdamW's moments are zeros, or out of one file; so is the teacher.
+    What one rank alone holds (--shard) is in the student's weights, which it sends to the others."""
     start = {} if clone.frame is None else {"the frame": clone.frame}
     if clone.owner is None:
         start |= clone.coordinates() | {f"{name}'s {kind}": basis for name, m in clone.maps.items() for kind, basis in m.named_buffers()}
@@ -131,7 +136,8 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
 def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[Tokenizer, dict, Tokens | Mixture, Tokens | Mixture]:
     """(tokenizer, what the data is, training split, held-out split), checked against the network."""
     if not args.data:
-        raise Refusal("--data is needed: " + ("a .jsonl of chats" if args.stage == "sft" else "a .txt or .jsonl file, a folder, hub:OWNER/NAME, or stdlib"))
+        what = "a .jsonl of chats" if args.stage == "sft" else "a .txt or .jsonl file, a folder, hub:OWNER/NAME, or stdlib"
+        raise Refusal(f"--data is needed: {what}")
     if args.seq_len > shape.max_position_embeddings:
         raise Refusal(f"--seq-len {args.seq_len} is beyond the model's {shape.max_position_embeddings} positions")
     tokenizer = Tokenizer(folder)
@@ -145,7 +151,8 @@ def tokens_of(args: Args, folder: Path, shape: Config, place: Place) -> tuple[To
     folders, weights = found or prepared(args.data, tokenizer, quiet=True, choice=choice)
     source = describe(args.data, folders) | dict(folders=list(map(str, folders)), weights=weights)
     if args.doc_mask and any(part.get("separator_inside") for part in source.get("parts", [source])):
-        raise Refusal(f"--doc-mask: the chat template writes the separator inside the chats of {args.data}, so where one ends cannot be told; leave --doc-mask out")
+        raise Refusal(f"--doc-mask: the chat template writes the separator inside the chats of {args.data}, so where one ends cannot be "
+                      "told; leave --doc-mask out")
     return (tokenizer, source, open_split(folders, weights, "train", args.seq_len, tokenizer, args.seed),
             open_split(folders, weights, "val", args.seq_len, tokenizer))
 
@@ -169,8 +176,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
     fitted, running = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
     if args.bases == "implicit" and fitted != running:
-        raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(running).removeprefix('torch.')} those of {folder} would be others: "
-                      "give --teacher-dtype float32, or --bases compact")
+        raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(running).removeprefix('torch.')} those of "
+                      f"{folder} would be others: give --teacher-dtype float32, or --bases compact")
     teacher = Transformer.from_pretrained(folder, fitted, str(place.device)).requires_grad_(False) if distil else None
     identity = dict(teacher=origin, **({"teacher_weights": runs.weights_of(folder)} if distil else {}), data=source, ranks=place.world)
     if args.resume:
@@ -181,8 +188,10 @@ def main(argv: list[str] | None = None) -> None:
     with runs.lock(run) if place.rank == 0 else contextlib.nullcontext():
         if place.rank == 0:
             runs.check_folder(run, args.resume)  # another process may have had the folder meanwhile
-        calibrated = distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume
-        calibration = [torch.cat(part) for part in zip(*train.spread(max(1, args.calibration_tokens // args.seq_len)))] if calibrated else None
+        calibration = None
+        if distil and args.mode != "scratch" and args.init == "calibrated" and not args.resume:
+            windows = train.spread(max(1, args.calibration_tokens // args.seq_len))
+            calibration = [torch.cat(part) for part in zip(*windows)]  # ids, targets
         clone = build(args, folder, teacher, shape, calibration, place)
         if distil:
             teacher.to(running)
@@ -196,7 +205,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def carry_out(s: Session) -> int:
-    """From step 0, or from the newest checkpoint, to --steps, and what that leaves in the run folder -> 0, or the signal that stopped it before."""
+    """From step 0, or from the newest checkpoint, to --steps, and what that leaves in the run folder -> 0, or the signal that stopped
+    it before."""
     args, place, student = s.args, s.place, s.clone.student
     student.checkpointing = args.checkpointing
     if args.tf32:
@@ -206,9 +216,9 @@ def carry_out(s: Session) -> int:
     if place.world > 1:
         share_start(s.clone, s.teacher)
     size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": count_trained(s.clone)}
-    place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; {args.batch_size} x "
-              f"{args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {s.step_tokens:,} tokens a step, {args.steps} steps; "
-              f"{place}")
+    place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; "
+              f"{args.batch_size} x {args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {s.step_tokens:,} tokens "
+              f"a step, {args.steps} steps; {place}")
 
     if place.rank == 0 and args.resume:
         runs.cut_metrics(s.run, begun, place.say)
@@ -223,7 +233,8 @@ def carry_out(s: Session) -> int:
         dist.barrier()
     if stop or (asked and place.rank == 0):  # the second: asked after the last step, while it was saved
         if place.rank == 0:
-            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, and train.py --resume --out {s.run} goes on", sys.stderr)
+            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, "
+                       f"and train.py --resume --out {s.run} goes on", sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
         finish(s, size)
@@ -231,8 +242,8 @@ def carry_out(s: Session) -> int:
 
 
 def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[int]) -> tuple[int, bool]:
-    """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved, and whether it was the
-    last because a rank was `asked` to stop."""
+    """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved,
+    and whether it was the last because a rank was `asked` to stop."""
     args, place, clone = s.args, s.place, s.clone
     net = torch.compile(clone.student) if args.compile else clone.student  # saving and evaluation keep the plain handle
     guide = torch.compile(s.teacher) if args.compile and s.teacher is not None else s.teacher
@@ -294,13 +305,15 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            sys.exit(f"error: out of memory ({' '.join(str(error).split())[:200] or 'the host has no more'}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
+            told = " ".join(str(error).split())[:200] or "the host has no more"
+            sys.exit(f"error: out of memory ({told}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
                      "--shard, which a --resume may add, take less and give the same numbers")
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest checkpoint ({str(error).splitlines()[0]})")
+        sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest "
+                 f"checkpoint ({str(error).splitlines()[0]})")
     except KeyboardInterrupt as interrupted:
         if os.environ.get("RANK", "0") == "0":
-            watch.tell("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, without it begins anew if "
-                       "there is none", sys.stderr)
+            watch.tell("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, "
+                       "without it begins anew if there is none", sys.stderr)
         sys.exit(128 + (interrupted.args or (signal.SIGINT,))[0])

@@ -1,8 +1,8 @@
 """What is watched while a run goes on: losses that jump, numbers that are not finite, ranks that drift apart, signals that ask to stop.
 
-The first two read numbers that the loop has on the CPU anyway, and take a closer look (`blame`) only once a step has failed; the third reads
-every coordinate, every --check-ranks steps. What is judged by
-the past takes it from metrics.jsonl, so a resumed run judges as the uninterrupted one does.
+The first two read numbers that the loop has on the CPU anyway, and take a closer look (`blame`) only once a step has failed; the
+third reads every coordinate, every --check-ranks steps. What is judged by the past takes it from metrics.jsonl, so a resumed run
+judges as the uninterrupted one does.
 """
 from __future__ import annotations
 
@@ -33,19 +33,23 @@ MOST_SKIPPED = 10  # steps in a row
 # ------------------------------------------------------------------------------------------- a step
 
 
-def judge(args: Args, step: int, figures: dict[str, float], recent: deque[float | None], look: Callable[[], str], say: Callable[[str], None]) -> dict:
-    """A step's figures -> what its row in the metrics holds: `spike` too where the loss jumped; where one is not finite `skipped`, why, alone, or the
-    run stops. `recent` takes the loss in; `look` finds where a failed step went wrong."""
+def judge(args: Args, step: int, figures: dict[str, float], recent: deque[float | None],
+          look: Callable[[], str], say: Callable[[str], None]) -> dict:
+    """A step's figures -> what its row in the metrics holds: `spike` too where the loss jumped; where one is not finite `skipped`,
+    why, alone, or the run stops. `recent` takes the loss in; `look` finds where a failed step went wrong."""
     if bad := [name for name, value in figures.items() if not math.isfinite(value)]:
         why = f"{', '.join(bad)} not finite; {look()}"
-        if args.non_finite == "stop" or skipped(recent) + 1 >= MOST_SKIPPED:
-            refuse(f"step {step}: {why}. Nothing was updated, the newest checkpoint is from before it: "
-                   + ("--resume --non-finite skip goes on past it; or begin anew with a smaller --lr or a longer --warmup" if args.non_finite == "stop" else
-                      f"{MOST_SKIPPED} steps in a row are too many; begin anew with a smaller --lr or a longer --warmup"))
+        before = f"step {step}: {why}. Nothing was updated, the newest checkpoint is from before it"
+        anew = "begin anew with a smaller --lr or a longer --warmup"
+        if args.non_finite == "stop":
+            refuse(f"{before}: --resume --non-finite skip goes on past it; or {anew}")
+        if skipped(recent) + 1 >= MOST_SKIPPED:
+            refuse(f"{before}: {MOST_SKIPPED} steps in a row are too many; {anew}")
         say(f"step {step:>6}/{args.steps}  skipped: {why}")
         figures = {"skipped": why}
     elif height := spike(recent, figures["loss"]):
-        say(f"step {step:>6}/{args.steps}  loss {figures['loss']:.4f} is {height:.0f} median deviations above the median of the last {WINDOW} steps")
+        say(f"step {step:>6}/{args.steps}  loss {figures['loss']:.4f} is {height:.0f} median deviations above the median "
+            f"of the last {WINDOW} steps")
         figures = figures | {"spike": round(height, 1)}
     recent.append(figures.get("loss"))
     return figures
@@ -76,11 +80,13 @@ def skipped(recent: deque[float | None]) -> int:
 
 
 def blame(clone: Clone, teacher: Transformer | None, micro: list[tuple[Tensor, Tensor]], separator: int | None) -> str:
-    """Where a failed step first went wrong, by a second forward pass of its micro-batches; on all ranks the account of the one that knows most."""
+    """Where a failed step first went wrong, by a second forward pass of its micro-batches; on all ranks the account of the one that
+    knows most."""
     device, found = clone.student.lm_head.weight.device, []
     found += [f"weight {name}" for name, w in clone.weights.items() if not w.isfinite().all()][:1]
     for who, net in (("teacher", teacher), ("student", clone.student)):
-        found += [f"{who}'s {place}" for ids, _ in micro if net is not None and (place := first_tap(net, ids.to(device), separator))][:1]
+        places = [first_tap(net, ids.to(device), separator) for ids, _ in micro] if net is not None else []
+        found += [f"{who}'s {place}" for place in places if place][:1]
     found += [f"gradient of {name}" for name, grad in gradients(clone) if not grad.isfinite().all()][:1]
     if dist.is_initialized():
         told = of_all_ranks(found)
@@ -106,8 +112,9 @@ def gradients(clone: Clone) -> Iterator[tuple[str, Tensor]]:
 def must_be_finite(figures: dict[str, float], step: int, whose: str = "the student's") -> dict[str, float]:
     """The figures of an evaluation, all numbers; else the run stops before they, or a checkpoint of this step, are written."""
     if bad := [name for name, value in figures.items() if not math.isfinite(value)]:
-        raise Refusal(f"step {step}: {whose} {', '.join(bad)} on held-out text not finite. The newest checkpoint, if there is one, is from before it; "
-                      + ("begin anew with a smaller --lr or a longer --warmup" if step else "is the teacher's checkpoint whole?"))
+        then = "begin anew with a smaller --lr or a longer --warmup" if step else "is the teacher's checkpoint whole?"
+        raise Refusal(f"step {step}: {whose} {', '.join(bad)} on held-out text not finite. The newest checkpoint, if there is one, "
+                      f"is from before it; {then}")
     return figures
 
 
@@ -115,8 +122,8 @@ def must_be_finite(figures: dict[str, float], step: int, whose: str = "the stude
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An integer that changes with any one bit of a vector or matrix: the sum of its numbers' bit patterns, row k taken 2k + 1 times, modulo 2^64.
-    Integers add up to the same in any order, so it is exact."""
+    """An integer that changes with any one bit of a vector or matrix: the sum of its numbers' bit patterns, row k taken 2k + 1 times,
+    modulo 2^64. Integers add up to the same in any order, so it is exact."""
     bits = tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     rows = bits.long() if bits.dim() == 1 else bits.flatten(1).sum(1)
     return (rows * torch.arange(1, 2 * len(rows), 2, device=rows.device)).sum()
@@ -143,7 +150,9 @@ def refuse(text: str) -> None:
 # ------------------------------------------------------------------------------- signals, the screen
 
 
-STOPS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]  # a hangup: the terminal was closed, the connection lost
+STOPS = [signal.SIGTERM, signal.SIGINT]
+if hasattr(signal, "SIGHUP"):  # a hangup: the terminal was closed, the connection lost
+    STOPS.append(signal.SIGHUP)
 
 
 def interruptible() -> None:
@@ -157,8 +166,8 @@ def interruptible() -> None:
 
 @contextlib.contextmanager
 def stop_requests():
-    """A list to which SIGTERM, a hangup and Ctrl-C are added instead of stopping the process, so that the loop can finish its step and save; a second
-    Ctrl-C interrupts at once. One that is ignored here (a background job's Ctrl-C) stays ignored."""
+    """A list to which SIGTERM, a hangup and Ctrl-C are added instead of stopping the process, so that the loop can finish its step and
+    save; a second Ctrl-C interrupts at once. One that is ignored here (a background job's Ctrl-C) stays ignored."""
     asked: list[int] = []
 
     def note(number: int, frame) -> None:
@@ -167,7 +176,8 @@ def stop_requests():
         asked.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):  # Ctrl-C ends the reader of a pipe as well
-                os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")  # print must not meet itself within a signal
+                # no print: it must not meet itself within a signal
+                os.write(2, b"\nfinishing this step, to save it; Ctrl-C again stops at once\n")
     usual = {}
     if threading.current_thread() is threading.main_thread():
         usual = {number: signal.signal(number, note) for number in STOPS if signal.getsignal(number) not in (signal.SIG_IGN, None)}
@@ -179,7 +189,8 @@ def stop_requests():
 
 
 def tell(text: str, to=None) -> None:
-    """A line on the screen, stdout or `to`. One that takes nothing any more (its reader has left, its disk is full) ends no run: the others go nowhere."""
+    """A line on the screen, stdout or `to`. One that takes nothing any more (its reader has left, its disk is full) ends no run: the
+    others go nowhere."""
     screen = to or sys.stdout
     try:
         print(text, file=screen, flush=True)
