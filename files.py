@@ -1,10 +1,14 @@
 """What every file here shares: an error that a user can mend, JSON read, a file written whole, a foreign exception in one line."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 class Refusal(ValueError):
@@ -25,6 +29,21 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(error.errno, f"{path}: cannot be written ({error.strerror or error}); make room, or write to another place") from None
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, partial: Path | None = None, then: str = "go on with --resume: what was saved before is whole"):
+    """Where there is no room (or no right) to write `path`, that is said in one line, and nothing stays of `partial`, the file or
+    folder being made."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if partial and partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        elif partial:
+            partial.unlink(missing_ok=True)
+        reason = os.strerror(error.errno) if getattr(error, "errno", None) else error
+        raise Refusal(f"{path}: cannot be written ({reason}); make room, then {then}") from None
 
 
 def one_line(error: BaseException) -> str:

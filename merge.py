@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoints
 import runs
 from config import Config
 from files import Refusal, read_json
@@ -31,18 +32,18 @@ def deployed(run: Path) -> tuple[dict, dict, Transformer]:
     if not (run / "tokenizer").is_dir():
         raise Refusal(f"{run}: no tokenizer folder in it; is this a run folder of train.py?")
     record = read_json(run / "config.json")
-    folder, state = runs.find_checkpoint(run)
+    folder, state = checkpoints.find_checkpoint(run)
     if not (isinstance(record.get("student"), dict) and isinstance(record.get("args"), dict) and isinstance(record.get("data"), dict)):
         raise Refusal(f"{run / 'config.json'}: not that of a run (no args, data and student in it)")
     config = Config.from_hf(record["student"], f"{run / 'config.json'}: student")
-    tensors = runs.read_tensors(folder / "student.safetensors")
+    tensors = checkpoints.read_tensors(folder / "student.safetensors")
     with torch.device("meta"):
         asked = sum(p.numel() for p in Transformer(config).parameters())
     held = sum(t.numel() for t in tensors.values())
     if asked > 2 * held:  # before memory is taken for it; small differences are told by name below
         raise Refusal(f"{run / 'config.json'}: its student has {asked:,} numbers, the checkpoint {held:,}")
     student = Transformer(config)
-    runs.restore(f"{run}/checkpoint", dict(student.named_parameters()), tensors)
+    checkpoints.restore(f"{run}/checkpoint", dict(student.named_parameters()), tensors)
     return record, state, student
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import runs
+import checkpoints
 from files import Refusal
 from flags import Args
 from lrc import Clone, of_all_ranks
@@ -104,15 +104,15 @@ def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 def resume(run: Path, clone: Clone, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
     """Fill clone and optimizer from the newest complete checkpoint -> the step it was taken after."""
-    folder, state = runs.find_checkpoint(run, say)
-    tensors, wanted = runs.read_tensors(folder / "state.safetensors"), training_state(clone, optimizer)
+    folder, state = checkpoints.find_checkpoint(run, say)
+    tensors, wanted = checkpoints.read_tensors(folder / "state.safetensors"), training_state(clone, optimizer)
     if clone.owner is not None:
         elsewhere = {name for names in of_all_ranks(list(wanted)) for name in names} - wanted.keys()
         tensors = {name: t for name, t in tensors.items() if name not in elsewhere}
-    runs.restore(f"{run}/checkpoint", wanted, tensors)
+    checkpoints.restore(f"{run}/checkpoint", wanted, tensors)
     clone.deploy()
-    deployed = runs.read_tensors(folder / "student.safetensors")
-    runs.match(folder / "student.safetensors", clone.weights, deployed)
+    deployed = checkpoints.read_tensors(folder / "student.safetensors")
+    checkpoints.match(folder / "student.safetensors", clone.weights, deployed)
     for name, w in clone.weights.items():  # singular vectors of near-equal singular values depend on the LAPACK at hand
         if not torch.allclose(w.cpu(), deployed[name], rtol=0, atol=1e-4 * float(deployed[name].abs().max())):
             raise Refusal(f"{run}: the teacher's span for {name} comes out differently on this machine than where the run "

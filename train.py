@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import checkpoints
 import core
 import lrc
 import merge
@@ -34,7 +35,7 @@ import watch
 from config import Config
 from data import Mixture, Tokens, describe, open_split, prepared
 from distill import IGNORE, Objective, losses
-from files import Refusal, read_json
+from files import Refusal, read_json, writing
 from flags import Args, network, parse, teacher_dtypes
 from model import Transformer
 from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
@@ -233,7 +234,7 @@ def carry_out(s: Session) -> int:
         dist.barrier()
     if stop or (asked and place.rank == 0):  # the second: asked after the last step, while it was saved
         if place.rank == 0:
-            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {runs.newest_checkpoint(s.run)}, "
+            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {checkpoints.newest_checkpoint(s.run)}, "
                        f"and train.py --resume --out {s.run} goes on", sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
@@ -277,15 +278,16 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
             if evaluates:
                 s.evaluate(step)
             if saves:
-                runs.save_checkpoint(s.run, {"step": step, "tokens": step * s.step_tokens, "run": stamp}, state, clone.weights, args.keep)
+                where = {"step": step, "tokens": step * s.step_tokens, "run": stamp}
+                checkpoints.save_checkpoint(s.run, where, state, clone.weights, args.keep)
     return step, stop
 
 
 def finish(s: Session, size: dict[str, int]) -> None:
     """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
-    with runs.writing(s.run / "student"):
+    with writing(s.run / "student"):
         merge.export(s.run)
-    runs.tidy(s.run, s.args.keep)
+    checkpoints.tidy(s.run, s.args.keep)
     runs.draw_curves(s.run)
     s.place.say(f"\n{runs.table(s.run, size)}\n\nstudent: {s.run}/student   curves: {s.run}/curves.png")
     prompt = next(s.held_batches())[0][:1].to(s.place.device)

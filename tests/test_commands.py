@@ -32,6 +32,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 import audit
+import checkpoints
 import core
 import data
 import distill
@@ -369,8 +370,8 @@ def test_calibration_tokens_seed_and_dtype(home, tmp_path, bare, base, capsys):
 
 
 def test_how_often_is_evaluated_saved_and_told(home, tmp_path, bare, capsys, monkeypatch):
-    saved, real = [], runs.save_checkpoint
-    monkeypatch.setattr(runs, "save_checkpoint", lambda run, state, *more, **named: saved.append(state["step"]) or real(run, state, *more, **named))
+    saved, real = [], checkpoints.save_checkpoint
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run, state, *more, **named: saved.append(state["step"]) or real(run, state, *more, **named))
     out = run(home, tmp_path / "run", "--steps", "7", "--eval-every", "3", "--save-every", "2", "--log-every", "5")
     assert [row["step"] for row in runs.read_metrics(out) if "val_ce" in row] == [0, 3, 6, 7] and saved == [2, 4, 6, 7]
     assert re.findall(r"^step +(\d+)/7  kl", capsys.readouterr().out, re.M) == ["5", "7"]

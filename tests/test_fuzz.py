@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer as HF, decoders, models, normalizers, pre_tokenizers, trainers
 
+import checkpoints
 import core
 import merge
 import runs
@@ -533,7 +534,7 @@ def test_a_merged_clone_is_its_coordinates_and_loads_as_it_was(place, value):
     shutil.rmtree(run, ignore_errors=True)
     args = dict(stage="distill", mode=mode)
     runs.start(run, args, dict(teacher="t", data=dict(source="s", fingerprint="f"), ranks=1), ROOT / "tiny", clone.student.config.to_hf(torch.float32))
-    runs.save_checkpoint(run, {"step": 1, "tokens": 1, "run": runs.read_record(run)["run"]}, {}, clone.weights)
+    checkpoints.save_checkpoint(run, {"step": 1, "tokens": 1, "run": runs.read_record(run)["run"]}, {}, clone.weights)
     net, bf16 = (Transformer.from_pretrained(merge.export(run, place / f"out{k}", dtype)) for k, dtype in enumerate((torch.float32, torch.bfloat16)))
     assert net.config == clone.student.config
     for name, w in net.named_parameters():

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_resume import same_end, timeless
 from test_train import built, command
 
+import checkpoints
 import data
 import lrc
 import merge
@@ -39,7 +40,7 @@ def steps_of(out):
     return [row["step"] for row in runs.read_metrics(out) if "loss" in row]
 
 
-def checkpoints(out):
+def saved(out):
     return sorted(p.name for p in (out / "checkpoint").iterdir())
 
 
@@ -53,8 +54,8 @@ def telling(pipe):
     def before(real, letter):
         return lambda *args, **kwargs: (tell(letter), real(*args, **kwargs))[1]
     runs.append_metrics = before(runs.append_metrics, b"m")
-    runs.save_checkpoint = before(runs.save_checkpoint, b"c")
-    runs.settle = before(runs.settle, b"f")     # inside a checkpoint: its files are written, not yet under their name
+    checkpoints.save_checkpoint = before(checkpoints.save_checkpoint, b"c")
+    checkpoints.settle = before(checkpoints.settle, b"f")     # inside a checkpoint: its files are written, not yet under their name
     os.rename = before(os.rename, b"r")
     merge.export = before(merge.export, b"e")
     merge.swap = before(merge.swap, b"s")
@@ -62,9 +63,9 @@ def telling(pipe):
 
 def consistent(out, clone, optimizer):
     """The newest complete checkpoint by itself: its step, every tensor of its state, and the student that its coordinates deploy."""
-    folder, state = runs.find_checkpoint(out)
+    folder, state = checkpoints.find_checkpoint(out)
     tensors = load_file(folder / "state.safetensors")
-    runs.restore(folder, training_state(clone, optimizer), tensors)  # all there, all finite
+    checkpoints.restore(folder, training_state(clone, optimizer), tensors)  # all there, all finite
     assert {t.item() for name, t in tensors.items() if name.endswith("/step")} == {state["step"]}
     clone.deploy()
     deployed = load_file(folder / "student.safetensors")
@@ -90,7 +91,7 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, wo
         assert kills < 400
         ahead = at == steps
         wanted = rng.choice("es" if ahead else "mcfr").encode()
-        begin = ["--resume", "--out", out] if (out / "checkpoint").exists() and runs.newest_checkpoint(out) else command(little, out, *more)
+        begin = ["--resume", "--out", out] if (out / "checkpoint").exists() and checkpoints.newest_checkpoint(out) else command(little, out, *more)
         hear, tell = os.pipe()
         pids = ranks.start(begin, tmp_path / "log", world, lambda rank: telling(tell) if rank == 0 else None)
         os.close(tell)
@@ -108,7 +109,7 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, wo
         if codes[0] == -signal.SIGKILL:
             kills += 1
             inside[wanted.decode()] += 1
-        if (out / "checkpoint").exists() and runs.newest_checkpoint(out):
+        if (out / "checkpoint").exists() and checkpoints.newest_checkpoint(out):
             at = consistent(out, clone, optimizer)
         if finishes:
             break
@@ -116,7 +117,7 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_never_was(little, tmp_path, wo
     for file in (f"checkpoint/step-{steps:07d}/state.safetensors", "student/model.safetensors"):
         one, two = load_file(straight / file), load_file(out / file)
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()} and checkpoints(out) == checkpoints(straight)
+    assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()} and saved(out) == saved(straight)
     print(f"{kills} kills: {inside}")
 
 
@@ -158,13 +159,13 @@ def said(screen):
     (signal.SIGTERM, data.Tokens, "batch", 3, 3), (signal.SIGINT, data.Tokens, "batch", 3, 3),
     (signal.SIGTERM, data.Tokens, "batch", 1, 1), (signal.SIGHUP, data.Tokens, "batch", 3, 3),
     (signal.SIGTERM, session, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
-    (signal.SIGTERM, runs, "save_checkpoint", 1, 3),    # that of step 2
-    (signal.SIGTERM, runs, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
+    (signal.SIGTERM, checkpoints, "save_checkpoint", 1, 3),    # that of step 2
+    (signal.SIGTERM, checkpoints, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
 def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, number, module, name, count, last):
     out = tmp_path / "run"
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: at(count, module, name, send(number)))
     assert codes == [128 + number]
-    assert steps_of(out) == list(range(1, last + 1)) and checkpoints(out) == [f"step-{last:07d}"] and not (out / "student").exists()
+    assert steps_of(out) == list(range(1, last + 1)) and saved(out) == [f"step-{last:07d}"] and not (out / "student").exists()
     assert said(screen) == [f"stopped after step {last} of 6; it is saved in {out}/checkpoint/step-{last:07d}, and train.py --resume --out {out} goes on"]
     assert ("Ctrl-C again stops at once" in screen) == (number == signal.SIGINT)
     train.main(["--resume", "--out", str(out)])
@@ -185,7 +186,7 @@ def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stop
             train.main(["--resume", "--out", str(out)])
         train.main(command(little, out, *SIX))
     else:
-        assert runs.newest_checkpoint(out).name == f"step-{last:07d}"
+        assert checkpoints.newest_checkpoint(out).name == f"step-{last:07d}"
         train.main(["--resume", "--out", str(out)])
     same_end(straight, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()}
@@ -195,14 +196,14 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(little, tmp_path):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX), tmp_path / "log", 2, lambda rank: at(3, data.Tokens, "batch", send(signal.SIGTERM)) if rank else None)
     assert codes == [143, 143], screens
-    assert steps_of(out) == [1, 2, 3] and checkpoints(out) == ["step-0000003"]
+    assert steps_of(out) == [1, 2, 3] and saved(out) == ["step-0000003"]
     assert len(said(screens[0])) == 1 and screens[1] == ""
 
 
 def test_a_rank_that_is_gone_is_one_line_of_the_others(little, tmp_path):
     out = tmp_path / "run"
     codes, screens = ranks.run(command(little, out, *SIX), tmp_path / "log", 2, lambda rank: at(4, data.Tokens, "batch", send(signal.SIGKILL)) if rank else None)
-    assert codes == [1, -signal.SIGKILL] and checkpoints(out) == ["step-0000002"]
+    assert codes == [1, -signal.SIGKILL] and saved(out) == ["step-0000002"]
     assert len(said(screens[0])) == 1 and screens[0].splitlines()[-1].startswith("error: rank 0 lost the other ranks")
 
 
@@ -289,7 +290,7 @@ def test_torchrun_hands_sigterm_on_and_the_run_goes_on_from_where_it_was(little,
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, screen = process.communicate(timeout=60)
-    assert process.returncode != 0 and 3 < (last := steps_of(out)[-1]) < 400 and checkpoints(out) == [f"step-{last:07d}"]
+    assert process.returncode != 0 and 3 < (last := steps_of(out)[-1]) < 400 and saved(out) == [f"step-{last:07d}"]
     assert f"stopped after step {last} of 400" in screen
     subprocess.run([*torchrun, "--resume", "--out", str(out)], check=True, capture_output=True, timeout=200)
     assert timeless(out) == timeless(tmp_path / "straight")
@@ -304,7 +305,7 @@ def full(limit):
 
 
 @pytest.mark.parametrize("module, name, count, limit, what, left", [
-    (runs, "save_checkpoint", 2, 4096, "checkpoint/step-0000004", ["step-0000002"]),
+    (checkpoints, "save_checkpoint", 2, 4096, "checkpoint/step-0000004", ["step-0000002"]),
     (runs, "append_metrics", 6, -1, "metrics.jsonl", ["step-0000002"]),     # a row that is torn
     (merge, "export", 1, 4096, "student", ["step-0000006"]),
     (runs, "draw_curves", 1, 20_000, "curves.png", ["step-0000006"])])
@@ -313,7 +314,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_goes_on(little, straight, tm
     act = lambda: full(limit if limit > 0 else (out / "metrics.jsonl").stat().st_size + 30)
     codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log", before=lambda rank: at(count, module, name, act))
     assert codes == [1] and len(said(screen)) == 1 and said(screen)[0].startswith(f"error: {out}/{what}: cannot be written (")
-    assert checkpoints(out) == left and not [p for p in out.rglob("*") if ".tmp" in p.name]
+    assert saved(out) == left and not [p for p in out.rglob("*") if ".tmp" in p.name]
     train.main(["--resume", "--out", str(out)])
     same_end(straight, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in straight.iterdir()}
@@ -338,7 +339,7 @@ def test_a_file_system_without_room_for_a_second_checkpoint(little, straight, tm
         out = disk / "run"
         codes, (screen,) = ranks.run(command(little, out, *SIX), tmp_path / "log")
         assert codes == [1] and len(said(screen)) == 1 and "No space left on device" in said(screen)[0] and "step-0000004" in said(screen)[0]
-        assert checkpoints(out) == ["step-0000002"]
+        assert saved(out) == ["step-0000002"]
         subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(disk)], check=True)
         train.main(["--resume", "--out", str(out)])
         same_end(straight, out)
@@ -396,7 +397,7 @@ def test_an_incomplete_checkpoint_is_named_and_the_one_before_it_taken(all_kept,
     assert [re.search(r"step-000000\S+?(?=[/:])", line)[0] for line in lines] == ["step-0000006", "step-0000005", "step-0000004.tmp"]
     assert all(file in line for line in lines[:2])
     same_end(all_kept, out)
-    assert checkpoints(out) == ["step-0000005", "step-0000006"]
+    assert saved(out) == ["step-0000005", "step-0000006"]
 
 
 def test_a_checkpoint_under_anothers_name_is_not_taken(all_kept, tmp_path, bare, capsys):
@@ -469,41 +470,41 @@ def test_where_no_checkpoint_is_complete_it_is_said_what_to_delete(little, strai
 @pytest.mark.parametrize("keep, left", [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
 def test_the_newest_checkpoints_are_kept(little, tmp_path, bare, keep, left):
     train.main(command(little, tmp_path / "run", *SIX, "--keep", str(keep)))
-    assert checkpoints(tmp_path / "run") == [f"step-{k:07d}" for k in left] and runs.newest_checkpoint(tmp_path / "run").name == "step-0000006"
+    assert saved(tmp_path / "run") == [f"step-{k:07d}" for k in left] and checkpoints.newest_checkpoint(tmp_path / "run").name == "step-0000006"
 
 
 def test_what_claims_a_later_step_than_the_one_written_never_crowds_it_out(tmp_path):
     """After a resume from step 2, with a damaged step 9 beside it, the checkpoint of step 4 stays and step 9 goes."""
     (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
     for step in (2, 9, 4):
-        runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)}, keep=2)
-    assert checkpoints(tmp_path) == ["step-0000002", "step-0000004"]
+        checkpoints.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)}, keep=2)
+    assert saved(tmp_path) == ["step-0000002", "step-0000004"]
 
 
 def test_numbers_that_no_resume_would_take_are_not_saved(tmp_path):
     (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
     good = {"a": torch.zeros(2)}
-    runs.save_checkpoint(tmp_path, dict(step=1, tokens=0), good, good)
+    checkpoints.save_checkpoint(tmp_path, dict(step=1, tokens=0), good, good)
     for bad in (float("inf"), float("nan")):
         for pair in (({"b": torch.tensor([0, bad])}, good), (good, {"b": torch.tensor([0, bad])})):
             with pytest.raises(Refusal, match="^step 2: b holds NaN or infinity"):
-                runs.save_checkpoint(tmp_path, dict(step=2, tokens=0), *pair)
-    assert checkpoints(tmp_path) == ["step-0000001"]
+                checkpoints.save_checkpoint(tmp_path, dict(step=2, tokens=0), *pair)
+    assert saved(tmp_path) == ["step-0000001"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_yet_is_told_and_goes_later(tmp_path, monkeypatch, capsys):
     """As on a network disk, while somebody reads in it."""
     (tmp_path / "config.json").write_text("{}"), (tmp_path / "metrics.jsonl").write_text("")
-    save = lambda step: runs.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)})
+    save = lambda step: checkpoints.save_checkpoint(tmp_path, dict(step=step, tokens=0), {"a": torch.zeros(1)}, {"a": torch.zeros(1)})
     save(1)
     real = shutil.rmtree
     with monkeypatch.context() as held:
         held.setattr(shutil, "rmtree", lambda path, *more, **named: real(path, *more, **named) if Path(path).name != "step-0000001" else os.rmdir(path))
         save(2)
     assert capsys.readouterr().err == f"{tmp_path}/checkpoint/step-0000001: cannot be removed yet (Directory not empty)\n"
-    assert runs.newest_checkpoint(tmp_path).name == "step-0000002"
+    assert checkpoints.newest_checkpoint(tmp_path).name == "step-0000002"
     save(3)
-    assert checkpoints(tmp_path) == ["step-0000003"]
+    assert saved(tmp_path) == ["step-0000003"]
 
 
 # --------------------------------------------------------------------------------------- who may write

@@ -14,6 +14,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import checkpoints
 import merge
 import model
 import runs
@@ -74,7 +75,7 @@ def run(made, tmp_path):
 def trained(folder):
     """The student that trained: the weights in the checkpoint, in the network of the recorded config."""
     net = Transformer(Config.from_hf(read(folder / "config.json")["student"]))
-    weights = load_file(runs.newest_checkpoint(folder) / "student.safetensors")
+    weights = load_file(checkpoints.newest_checkpoint(folder) / "student.safetensors")
     assert weights.keys() == dict(net.named_parameters()).keys()
     net.load_state_dict(weights, strict=False)
     return net.eval()
@@ -82,7 +83,7 @@ def trained(folder):
 
 def edit(folder, change):
     """Change the deployed weights in the newest checkpoint."""
-    file = runs.newest_checkpoint(folder) / "student.safetensors"
+    file = checkpoints.newest_checkpoint(folder) / "student.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
@@ -216,8 +217,8 @@ def test_command_on_a_folder_that_is_no_run(tmp_path):
 @pytest.mark.parametrize("damage", [
     lambda run: shutil.rmtree(run / "checkpoint"),
     lambda run: (run / "config.json").write_text("{", encoding="utf-8"),
-    lambda run: (runs.newest_checkpoint(run) / "student.safetensors").write_bytes(b"\x10"),
-    lambda run: (runs.newest_checkpoint(run) / "state.json").unlink()])
+    lambda run: (checkpoints.newest_checkpoint(run) / "student.safetensors").write_bytes(b"\x10"),
+    lambda run: (checkpoints.newest_checkpoint(run) / "state.json").unlink()])
 def test_command_on_a_damaged_run(run, monkeypatch, damage):
     damage(run)
     before = snapshot(run)
@@ -239,7 +240,7 @@ def test_a_run_holds_no_wrapper_names_and_no_pickle_a11_b37(made, run, tmp_path)
     class Touch:
         def __reduce__(self):
             return Path.touch, (tmp_path / "touched",)
-    (runs.newest_checkpoint(run) / "student.safetensors").write_bytes(pickle.dumps(Touch()))
+    (checkpoints.newest_checkpoint(run) / "student.safetensors").write_bytes(pickle.dumps(Touch()))
     refused(lambda: merge.export(run), "checkpoint")
     assert not (tmp_path / "touched").exists()
 

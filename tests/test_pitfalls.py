@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoints
 import core
 import data
 import distill
@@ -518,13 +519,13 @@ def test_A11_a_checkpoint_has_the_same_names_however_the_network_ran_and_loads_i
     clone.deploy()
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / name).write_text("", encoding="utf-8")
-    runs.save_checkpoint(tmp_path, {"step": 1, "tokens": 1}, train.training_state(clone, optimizer), clone.weights)
+    checkpoints.save_checkpoint(tmp_path, {"step": 1, "tokens": 1}, train.training_state(clone, optimizer), clone.weights)
     files = [load_file(file) for file in sorted((tmp_path / "checkpoint" / "step-0000001").glob("st*.safetensors"))]  # state, student
     assert (set(files[0]), set(files[1])) == plain_names and not any("_orig_mod" in name or "module." in name for file in files for name in file)
     for into in ("plain", "compiled"):
         other, state, args = built(teacher, "--seed", "9")
         net = WRAPPED[into](other.student)
-        runs.restore("checkpoint", train.training_state(other, state), files[0])  # strict: a name too many or too few is refused
+        checkpoints.restore("checkpoint", train.training_state(other, state), files[0])  # strict: a name too many or too few is refused
         other.deploy()
         assert all(torch.equal(p, other.coordinates()[name]) for name, p in clone.coordinates().items())
         assert torch.equal(net(ids), clone.student(ids))

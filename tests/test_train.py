@@ -12,6 +12,7 @@ import torch
 from conftest import random_net
 from safetensors.torch import load_file, save_file
 
+import checkpoints
 import core
 import data
 import lrc
@@ -351,7 +352,7 @@ def test_sharing_changes_no_bit_and_checkpoints_are_whole(teacher_folder, tmp_pa
         out = tmp_path / name
         with pytest.raises(AssertionError):  # the crash
             launch(tmp_path, name, [*base, *first], 2, stop_at=3)
-        assert runs.newest_checkpoint(out).name == "step-0000002"
+        assert checkpoints.newest_checkpoint(out).name == "step-0000002"
         record = json.loads((out / "config.json").read_text(encoding="utf-8"))
         record["args"]["shard"] = False  # no flag takes it back
         (out / "config.json").write_text(json.dumps(record), encoding="utf-8")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from test_resume import timeless
 from test_train import command
 
+import checkpoints
 import lrc
 import runs
 import session
@@ -155,7 +156,7 @@ def test_what_is_not_finite_stops_the_run_by_step_term_and_place(little, tmp_pat
     assert (terms == ("grad_norm",)) == (named == "step 4: grad_norm")
     assert rest.removeprefix("first bad: ").startswith(place) or place == "beyond the range" and place in rest
     assert "--non-finite skip" in rest
-    assert runs.newest_checkpoint(out).name == "step-0000003" and [row["step"] for row in runs.read_metrics(out) if "loss" in row] == [1, 2, 3]
+    assert checkpoints.newest_checkpoint(out).name == "step-0000003" and [row["step"] for row in runs.read_metrics(out) if "loss" in row] == [1, 2, 3]
 
 
 def test_a_skipped_step_leaves_every_bit_and_is_logged(little, tmp_path, bare, monkeypatch, capsys):
@@ -197,7 +198,7 @@ def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(littl
     monkeypatch.setattr(session, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
     with pytest.raises(Refusal, match=words):
         train.main(command(little, tmp_path / "run", *SIX, "--eval-every", "3"))
-    assert getattr(runs.newest_checkpoint(tmp_path / "run"), "name", None) == (None if count == 1 else "step-0000005")
+    assert getattr(checkpoints.newest_checkpoint(tmp_path / "run"), "name", None) == (None if count == 1 else "step-0000005")
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
@@ -287,7 +288,7 @@ def test_ranks_that_differ_stop_by_name(little, tmp_path, hook, words, saved):
     codes, screens = ranks.run(command(little, out, *SIX, "--check-ranks", "2"), tmp_path / "log", 2, hook)
     error = screens[0].splitlines()[-1]
     assert codes == [1, 1] and error.startswith(f"error: {words}") and "is another on rank 1 than on rank 0" in error and screens[1] == "", screens
-    assert (runs.newest_checkpoint(out).name if saved else runs.newest_checkpoint(out)) == (saved and f"step-{saved:07d}")
+    assert (checkpoints.newest_checkpoint(out).name if saved else checkpoints.newest_checkpoint(out)) == (saved and f"step-{saved:07d}")
 
 
 def one_rank_nan(rank):
@@ -310,7 +311,7 @@ def test_a_fault_of_one_rank_stops_or_skips_on_both_and_is_named(little, tmp_pat
     codes, screens = ranks.run(command(little, out, *SIX, "--non-finite", *policy.split(), "--check-ranks", "1"), tmp_path / "log", 2, one_rank_nan)
     assert "first bad: student's layers.0 up, gradient of norm.weight, seen on rank 1" in screens[0] and screens[1] == ""
     if policy == "stop":
-        assert codes == [1, 1] and runs.newest_checkpoint(out).name == "step-0000003"
+        assert codes == [1, 1] and checkpoints.newest_checkpoint(out).name == "step-0000003"
     else:
         assert codes == [0, 0] and [row["step"] for row in runs.read_metrics(out) if "skipped" in row] == [4]
         assert all(torch.equal(t, state_at(out, 4)[name]) for name, t in state_at(out, 3).items())
