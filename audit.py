@@ -29,7 +29,7 @@ import plan
 from config import Config
 from data import Tokens
 from distill import evaluate
-from files import Refusal, read_json
+from files import Refusal, any_letter_shows, read_json
 from lrc import span
 from model import Transformer, checked, opened, tensor_files
 from prepare import prepare
@@ -359,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show stops nothing
+    any_letter_shows()
     try:
         main()
     except (Refusal, OSError) as error:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distill import IGNORE
-from files import Refusal
+from files import Refusal, any_letter_shows
 from prepare import prepare, read_summary
 from shards import FORMAT, HELD_OUT_EVERY, Choice, digest, held_out
 from sources import Bad, read, source_files, units_of, where
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show stops nothing
+    any_letter_shows()
     try:
         main()
     except (Refusal, OSError) as error:

@@ -12,7 +12,6 @@ Metrics: arXiv 2609.02006, 2505.12781. Harness: EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from data import Tokens
 from distill import IGNORE, evaluate
 from files import Refusal, one_line, read_json, write_whole
 from likelihood import Model, harness
-from model import Transformer, tensor_files
+from model import Transformer, fingerprint
 from prepare import prepare
 from sources import source_files
 from teachers import resolve
@@ -45,15 +44,6 @@ PUBLISHED = (("Llama-3.2-3B-Instruct (teacher)", 66.18), ("Llama 1.5B, plain LRC
              ("Qwen 1.7B, dense", 59.38), ("Qwen 1.7B, core, of another lineage", 63.44))  # Avg9, arXiv 2609.02006, lm-eval, 0-shot
 
 # ------------------------------------------------------------------------------------------------ tasks
-
-
-def fingerprint(folder: Path) -> str:
-    """Of the weights and the config: what was scored, whatever the folder is called."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(tensor_files(folder)):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 class Tasks(NamedTuple):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -52,6 +53,13 @@ def one_line(error: BaseException) -> str:
     for token in filter(None, map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))):
         text = text.replace(token, "...")
     return re.sub(r"\bhf_\w+|(?<=://)[^\s/@]+@|(?<=\?)[^\s'\")]+|(?<=[Bb]earer )\S+", "...", text)
+
+
+def any_letter_shows() -> None:
+    """A name or a sample that the terminal has no letters for stops nothing. A stream that was closed is None."""
+    for screen in (sys.stdout, sys.stderr):
+        if screen:
+            screen.reconfigure(errors="backslashreplace")
 
 
 def read_json(path: Path) -> dict:

@@ -215,7 +215,8 @@ def of_the_moment(args: Args) -> dict[str, str]:
     """Flags that may be given anew at a resume, and have no effect here: name -> why."""
     inert = {} if args.plan else dict.fromkeys(PLAN_ONLY, "only --plan reads it")
     if ranks(args) <= 1:
-        inert |= {"shard": "one rank has nobody to share with", "check_ranks": "one rank has nobody to be compared with"}
+        more = "; give --gpus N" if args.plan else ""
+        inert |= {"shard": f"one rank has nobody to share with{more}", "check_ranks": "one rank has nobody to be compared with"}
     return inert
 
 
@@ -269,7 +270,7 @@ def objective_of(args: Args, real_vocab: int, separator: int | None = None) -> O
 
 def teacher_dtypes(args: Args, file: str, student: str) -> tuple[str, str]:
     """The teacher's dtype (while the clone is built, in the loop), from those of its files and of the student's arithmetic. By default the
-    start is fitted to fp32 weights and the loop runs as the student does. Files of bf16 lose nothing as bf16: lrc.py widens what it
+    start is fitted to fp32 weights and the loop runs as the student does. Files of bf16 lose nothing as bf16: starts.py widens what it
     reads, a block at a time."""
     loop = student if args.teacher_dtype == "auto" else args.teacher_dtype
     return ("bfloat16" if args.teacher_dtype == "bfloat16" or file == loop == "bfloat16" else "float32"), loop

@@ -16,6 +16,7 @@ Sources: Llama (arXiv 2302.13971), GQA (2305.13245), RoPE (2104.09864), Qwen2 (2
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -311,3 +312,12 @@ def checked(tensor: Tensor, key: str, expected: Tensor | None, file: Path, confi
     if not torch.isfinite(tensor := tensor.to(dtype)).all():
         raise Refusal(f"{file}: {key} holds NaN or infinity")
     return tensor
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hex digits of a model folder's config and weights, another where any byte of them is, whatever the folder is called."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(tensor_files(folder)):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]

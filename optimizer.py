@@ -66,7 +66,7 @@ def gradient_norm(clone: Clone) -> Tensor:
     """Of all coordinates, on whatever ranks they are: the norm of the norms of each."""
     grads = {name: p.grad for name, p in clone.coordinates().items() if p.grad is not None}
     if clone.owner is None:
-        return torch.nn.utils.get_total_norm(grads.values())
+        return torch.nn.utils.get_total_norm(grads.values(), foreach=False)  # foreach adds up in another order on CUDA than what is below
     nothing = clone.student.lm_head.weight.new_zeros(())
     norms = torch.stack([torch.linalg.vector_norm(grads[name]) if name in grads else nothing for name in clone.order])  # (all coordinates,)
     dist.all_reduce(norms)  # a number and zeros: exact
@@ -84,10 +84,10 @@ def training_state(clone: Clone, optimizer: torch.optim.Optimizer) -> dict[str, 
     return tensors
 
 
-def gathered(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def gathered(tensors: dict[str, Tensor], rank: int, device: torch.device) -> dict[str, Tensor]:
     """The training_state of all ranks, called by all -> on the CPU of rank 0 the whole of it, on the others {}. One tensor travels at
     a time, so no device ever holds more than one that is not its own."""
-    told, device = of_all_ranks({name: t.shape for name, t in tensors.items()}), next(iter(tensors.values())).device
+    told = of_all_ranks({name: t.shape for name, t in tensors.items()})
     whole = {name: t.detach().cpu() for name, t in tensors.items()} if rank == 0 else {}
     for source, shapes in enumerate(told[1:], 1):
         for name, shape in shapes.items():

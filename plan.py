@@ -29,7 +29,7 @@ def matrices(c: Config) -> dict[str, tuple[str, int, int, int]]:
 
 
 def shares(c: Config, ranks: int) -> list[dict[str, int]]:
-    """How many of each matrix each rank has, as the loop shares them out."""
+    """How many of each matrix each rank has, shared out by size as the loop does."""
     sizes = {(name, i): kept * inherited for name, (_, many, kept, inherited) in matrices(c).items() for i in range(many)}
     shared = [dict.fromkeys(matrices(c), 0) for _ in range(ranks)]
     for (name, _), rank in share_out(sizes, ranks).items():
@@ -38,7 +38,8 @@ def shares(c: Config, ranks: int) -> list[dict[str, int]]:
 
 
 def numbers(c: Config, width: int, mode: str, coordinates: str = "span", share: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`, or for a share of its matrices.
+    """Group -> {deployed, trained}, for a student of `width` under teacher config `c`, or for a share of its matrices
+    (gains and biases whole).
     A span has min(kept, inherited) dimensions, P (coordinates `teacher`) always `inherited`; in modes `scratch` and `pretrain` there is
     no span and every weight trains."""
     groups: dict[str, dict[str, int]] = {}

@@ -11,7 +11,7 @@
                          (the deployed weights, so that merge.py needs no teacher), state.json; no pickle
     RUN/student/         the merged student, a Hugging Face folder
 
-Every file appears whole or not at all: it is written beside its place and renamed into it.
+Every file but metrics.jsonl, which grows by a row, appears whole or not at all: it is written beside its place and renamed into it.
 """
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -82,26 +81,17 @@ def surroundings(device: str = "cpu") -> dict:
 TOKENIZER_FILES = (*TOKENIZER, "generation_config.json")
 
 
-def weights_of(folder: Path) -> str:
-    """A digest of a model folder's shape and weights: another where any byte is."""
-    whole = hashlib.sha256()
-    for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        with file.open("rb") as opened:
-            whole.update(hashlib.file_digest(opened, "sha256").digest())
-    return whole.hexdigest()[:16]
-
-
 def start(run: Path, args: dict, identity: dict, folder: Path, student: dict, device: str = "cpu") -> None:
     """Make the run folder: config.json, and the tokenizer files that the exported student will carry. `identity` is what a resumed
     run must share besides the flags: teacher, its weights, data, ranks."""
     stamp = hashlib.sha256(json.dumps([args, identity]).encode()).hexdigest()[:16]  # by which a checkpoint knows its run
+    carried = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
     with writing(run, then="begin again"):
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "metrics.jsonl", "")  # first: it is what check_folder knows a run by
         (run / "tokenizer").mkdir(parents=True, exist_ok=True)
-        for name in TOKENIZER_FILES:
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, run / "tokenizer" / name)
+        for name, content in carried.items():
+            (run / "tokenizer" / name).write_bytes(content)
         record = dict(run=stamp, args=args, **identity, student=student, **surroundings(device))
         write_whole(run / "config.json", json.dumps(record, indent=2) + "\n")
 
@@ -243,8 +233,8 @@ def save_picture(figure, path: Path, dpi: int = 110) -> None:
         pictures().close(figure)
 
 
-FREE_TO_DIFFER = {"mode", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every",
-                  "checkpointing", "shard", "keep", "check_ranks"}
+FREE_TO_DIFFER = {"mode", "bases", "width", "seed", "out", "resume", "compile", "plan", "log_every", "save_every", "eval_every",
+                  "checkpointing", "shard", "shard_optimizer", "keep", "check_ranks", "non_finite"}
 
 
 def compare(folders: list[Path]) -> str:

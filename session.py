@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,6 +54,8 @@ def find_place(args: Args) -> Place:
     told = launched()
     rank, world, local = (told.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
+    if cuda and world > 1 and "LOCAL_RANK" not in told:
+        raise Refusal(f"WORLD_SIZE={world}, but LOCAL_RANK is not set, so that no rank knows its GPU; start several ranks with torchrun")
     if cuda and 0 < (gpus := torch.cuda.device_count()) <= local:
         raise Refusal(f"rank {rank}: this machine has {gpus} GPU{'s' * (gpus > 1)}, too few for LOCAL_RANK={local}; "
                       f"give torchrun --nproc_per_node={gpus}")
@@ -62,9 +65,12 @@ def find_place(args: Args) -> Place:
     if world > 1:
         try:
             # so long, because ranks wait while rank 0 tokenises or evaluates
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6), device_id=device if cuda else None)
         except ValueError as error:  # an environment variable is missing or no number
             raise Refusal(f"WORLD_SIZE={world}, but {error}; start several ranks with torchrun, or unset WORLD_SIZE for one") from None
+        except dist.DistNetworkError as error:
+            raise Refusal(f"rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+                          f"({' '.join(str(error).split())[:200]}); is the port taken, the address right?") from None
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and cuda and torch.cuda.is_bf16_supported(including_emulation=False))
     return Place(device, rank, world, torch.bfloat16 if half else None)
 

@@ -35,9 +35,9 @@ import watch
 from config import Config
 from data import Mixture, Tokens, describe, open_split, prepared
 from distill import IGNORE, Objective, losses
-from files import Refusal, read_json, writing
+from files import Refusal, any_letter_shows, read_json, writing
 from flags import Args, network, parse, teacher_dtypes
-from model import Transformer
+from model import Transformer, fingerprint
 from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
 from session import Place, Session, find_place
 from shards import Choice
@@ -95,7 +95,7 @@ def sample(net: Transformer, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
 
 
 def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective: Objective, lr: float, clip: float, place: Place,
-              asked: list[int]) -> tuple[dict[str, float], bool]:
+              asked: list[int], compared: str = "") -> tuple[dict[str, float], bool]:
     """One optimizer step over this rank's micro-batches [(ids, targets)] -> the loss terms, means over the step's valid tokens, with the
     gradient norm; and whether any rank was `asked` to stop. Where a figure is not finite, nothing is updated. `net` is the student as
     it runs: plain, compiled, or wrapped by DDP."""
@@ -117,6 +117,9 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
             (sums["loss"] * (place.world / valid)).backward()
         for name, value in sums.items():
             logged[name] = logged.get(name, 0.0) + value.detach() / valid
+    if compared:  # the ranks hold the same weights and gradients only until each goes on with its own share
+        grads = {f"the gradient of {name}": w.grad for name, w in clone.weights.items() if w.grad is not None}
+        watch.check_ranks(clone.weights | grads, compared)
     clone.pull_back()
     norm = gradient_norm(clone)
     logged["grad_norm"] = norm / place.world  # the same on each rank: its sum is itself
@@ -173,14 +176,14 @@ def main(argv: list[str] | None = None) -> None:
     args.width = (args.width or shape.hidden_size // 2) if distil else shape.hidden_size
     if distil:
         plan.check_width(shape, args.width)
-    args.bases = core.chosen_bases(args.bases, args.mode, shape.intermediate_size)
+        args.bases = core.chosen_bases(args.bases, args.mode, shape.intermediate_size)
     tokenizer, source, train, held = tokens_of(args, folder, shape, place)
     fitted, running = (getattr(torch, name) for name in teacher_dtypes(args, shape.dtype, "bfloat16" if place.autocast else "float32"))
     if args.bases == "implicit" and fitted != running:
         raise Refusal(f"--bases implicit reads the teacher's weights at every step, and in {str(running).removeprefix('torch.')} those of "
                       f"{folder} would be others: give --teacher-dtype float32, or --bases compact")
     teacher = Transformer.from_pretrained(folder, fitted, str(place.device)).requires_grad_(False) if distil else None
-    identity = dict(teacher=origin, **({"teacher_weights": runs.weights_of(folder)} if distil else {}), data=source, ranks=place.world)
+    identity = dict(teacher=origin, **({"teacher_weights": fingerprint(folder)} if distil else {}), data=source, ranks=place.world)
     if args.resume:
         runs.same(run, identity)
         if told := runs.elsewhere(run, str(place)):
@@ -256,7 +259,9 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
     while step < args.steps and not stop:
         clock = time.perf_counter()
         micro, lr = s.micro_batches(step), learning_rate(args, step)
-        figures, stop = take_step(clone, optimizer, net, guide, micro, s.objective, lr, args.clip, place, asked)
+        checks = (step + 1) % args.check_ranks == 0 and place.world > 1
+        compared = f"in step {step + 1}" if checks and clone.owner is not None else ""
+        figures, stop = take_step(clone, optimizer, net, guide, micro, s.objective, lr, args.clip, place, asked, compared)
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
@@ -265,14 +270,13 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
 
         evaluates = step % args.eval_every == 0 or step == args.steps
         saves = step % args.save_every == 0 or step == args.steps or stop
-        checks = step % args.check_ranks == 0 and place.world > 1
-        if evaluates or saves or checks:
+        if checks and clone.owner is None:
+            watch.check_ranks(clone.coordinates(), f"after step {step}")
+        if evaluates or saves:
             clone.deploy()  # the student still holds the weights from before this step's update
-        if checks:
-            watch.check_ranks(clone.coordinates() if clone.owner is None else clone.weights, f"after step {step}")
         state = training_state(clone, optimizer) if saves else {}
         if saves and clone.owner is not None:
-            state = gathered(state, place.rank)
+            state = gathered(state, place.rank, place.device)
         if place.rank == 0:
             s.log(step, figures, lr, taken, spent / (step - begun) * (args.steps - step))
             if evaluates:
@@ -298,9 +302,7 @@ def finish(s: Session, size: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     watch.interruptible()
-    for screen in (sys.stdout, sys.stderr):
-        if screen:  # None where it was closed
-            screen.reconfigure(errors="backslashreplace")  # a sample holds what this screen may have no letters for
+    any_letter_shows()
     try:
         main()
     except (Refusal, OSError) as error:
@@ -308,12 +310,13 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             told = " ".join(str(error).split())[:200] or "the host has no more"
-            sys.exit(f"error: out of memory ({told}); begin anew with a smaller --batch-size and more --accum; --checkpointing and "
-                     "--shard, which a --resume may add, take less and give the same numbers")
+            shard = " and --shard" if dist.is_initialized() else ""
+            sys.exit(f"error: out of memory ({told}); begin anew with a smaller --batch-size and more --accum; --checkpointing{shard}, "
+                     "which a --resume may add, takes less and gives the same numbers")
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         sys.exit(f"error: rank {os.environ['RANK']} lost the other ranks; the first to fail says why, --resume goes on from the newest "
-                 f"checkpoint ({str(error).splitlines()[0]})")
+                 f"checkpoint ({' '.join(str(error).split())[:200]})")
     except KeyboardInterrupt as interrupted:
         if os.environ.get("RANK", "0") == "0":
             watch.tell("interrupted, nothing more was saved; the same command with --resume goes on from the newest checkpoint, "

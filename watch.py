@@ -1,8 +1,8 @@
 """What is watched while a run goes on: losses that jump, numbers that are not finite, ranks that drift apart, signals that ask to stop.
 
 The first two read numbers that the loop has on the CPU anyway, and take a closer look (`blame`) only once a step has failed; the
-third reads every coordinate, every --check-ranks steps. What is judged by the past takes it from metrics.jsonl, so a resumed run
-judges as the uninterrupted one does.
+third reads every coordinate (with --shard every weight and gradient), every --check-ranks steps. What is judged by the past takes it
+from metrics.jsonl, so a resumed run judges as the uninterrupted one does.
 """
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def fork(work, log: Path, **environment) -> int:
         screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(screen, 1), os.dup2(screen, 2)
         sys.stdout, sys.stderr = (open(k, "w", buffering=1, encoding="utf-8", closefd=False) for k in (1, 2))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored, nohup's with hangups
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update({name: str(value) for name, value in environment.items()})
         work()

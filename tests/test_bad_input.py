@@ -553,3 +553,9 @@ def test_ctrl_c_is_one_line_too(home, monkeypatch, words, place):
     with pytest.raises(SystemExit, match="^interrupted"):
         runpy.run_path(str(ROOT / words.split()[0]), run_name="__main__")
     assert {p for p in home.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("words", [["audit.py", "reach", "--teacher", "llama3.2-3b", "--width", "1536"], ["data.py", "prepare", "stdlib", "--tokenizer", "nowhere"]])
+def test_a_screen_that_was_closed_is_no_traceback(words):
+    done = subprocess.run(f"{sys.executable} {' '.join(words)} >&-", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and (done.returncode == 0) == (words[0] == "audit.py"), done.stderr

@@ -259,12 +259,13 @@ def test_ctrl_c_that_also_ends_the_reader_of_the_screen_still_lets_the_step_fini
     """`train.py 2>&1 | tee log`: tee is gone before the word about Ctrl-C can be written."""
     reader, writer = os.pipe()
     os.close(reader)
-    screen = os.dup(2)
+    screen, usual = os.dup(2), signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began the tests in the background
     os.dup2(writer, 2)
     try:
         with watch.stop_requests() as asked:
             os.kill(os.getpid(), signal.SIGINT)
     finally:
+        signal.signal(signal.SIGINT, usual)
         os.dup2(screen, 2)
         os.close(screen), os.close(writer)
     assert asked == [signal.SIGINT]

@@ -627,6 +627,10 @@ def test_B39_the_backend_goes_by_what_is_there(monkeypatch, cuda, backend):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(train.dist, "init_process_group", lambda name, **_: asked.append(name))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    if cuda:
+        with pytest.raises(Refusal, match="LOCAL_RANK is not set"):
+            train.find_place(train.Args())
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert train.find_place(train.Args()).device.type == ("cuda" if cuda else "cpu") and asked == [backend]
 
 

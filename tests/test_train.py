@@ -303,7 +303,7 @@ def shares(folder, rank):
             clone.deploy()
             state = optimizer.training_state(clone, adamw)
             held = sum(t.numel() for t in [*state.values(), *(b for m in clone.maps.values() for b in m.buffers())])
-            whole = optimizer.gathered(state, rank) if shard else state
+            whole = optimizer.gathered(state, rank, torch.device("cpu")) if shard else state
             assert rank == 0 or not shard or whole == {}
             found = {f"state/{name}": t for name, t in whole.items()} | {f"deployed/{name}": w for name, w in clone.weights.items()}
             found = {name: t.detach().clone() for name, t in found.items()} | {"norms": torch.stack(norms), "held": torch.tensor(held)}
@@ -649,6 +649,16 @@ def test_compare_pairs_seeds_and_refuses_what_is_unlike(teacher_folder, tmp_path
 def test_a_flag_that_would_be_ignored_is_refused(flags, word):
     with pytest.raises(Refusal, match=f"{word} would have no effect"):
         train.parse(flags)
+
+
+def test_compare_takes_runs_that_differ_in_how_they_were_held_for_equal(teacher_folder, tmp_path):
+    """A core run of a large teacher has compact bases, its lrc run none; one was sharded, before the flag had its name."""
+    folders = [run(teacher_folder, tmp_path / mode, "--mode", mode) for mode in ("core", "lrc")]
+    for folder, more in zip(folders, ({"bases": "compact", "shard_optimizer": True, "non_finite": "skip"}, {})):
+        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        record["args"] |= more
+        (folder / "config.json").write_text(json.dumps(record), encoding="utf-8")
+    assert "core" in runs.compare(folders)
 
 
 def test_compare_takes_no_flag_of_one_run_alone_for_equal(teacher_folder, tmp_path):

@@ -281,11 +281,39 @@ def drifting(rank):
         lrc.Clone.zero_grad = zero_grad
 
 
-@pytest.mark.parametrize("hook, words, saved", [(other_teacher, "at the start: the ranks have drifted apart: the teacher's layers.1.mlp.down_proj.weight", None),
-                                                (drifting, "after step 4: the ranks have drifted apart: layers.", 3)])
-def test_ranks_that_differ_stop_by_name(little, tmp_path, hook, words, saved):
+def wrong_weight(rank):
+    """On rank 1 a weight is another by one bit than what was sent, in the third step and after."""
+    real, calls = lrc.Clone.deploy, []
+
+    def deploy(self):
+        calls.append(1)
+        real(self)
+        if len(calls) >= 7:  # two before the first step, two in each that is saved
+            nudged(self.weights["layers.1.mlp.gate_proj.weight"])
+    if rank == 1:
+        lrc.Clone.deploy = deploy
+
+
+def wrong_gradient(rank):
+    """On rank 1 a gradient is another by one bit than what was added up over the ranks."""
+    real = train.watch.check_ranks
+
+    def check_ranks(tensors, when):
+        if "step" in when:
+            nudged(tensors["the gradient of norm.weight"])
+        real(tensors, when)
+    if rank == 1:
+        train.watch.check_ranks = check_ranks
+
+
+@pytest.mark.parametrize("hook, flags, words, saved", [
+    (other_teacher, "", "at the start: the ranks have drifted apart: the teacher's layers.1.mlp.down_proj.weight", None),
+    (drifting, "", "after step 4: the ranks have drifted apart: layers.", 3),
+    (wrong_weight, "--shard", "in step 4: the ranks have drifted apart: layers.1.mlp.gate_proj.weight is another", 3),
+    (wrong_gradient, "--shard", "in step 2: the ranks have drifted apart: the gradient of norm.weight is another", 1)])
+def test_ranks_that_differ_stop_by_name(little, tmp_path, hook, flags, words, saved):
     out = tmp_path / "run"
-    codes, screens = ranks.run(command(little, out, *SIX, "--check-ranks", "2"), tmp_path / "log", 2, hook)
+    codes, screens = ranks.run(command(little, out, *SIX, "--check-ranks", "2", *flags.split()), tmp_path / "log", 2, hook)
     error = screens[0].splitlines()[-1]
     assert codes == [1, 1] and error.startswith(f"error: {words}") and "is another on rank 1 than on rank 0" in error and screens[1] == "", screens
     assert (checkpoints.newest_checkpoint(out).name if saved else checkpoints.newest_checkpoint(out)) == (saved and f"step-{saved:07d}")
