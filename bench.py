@@ -36,10 +36,10 @@ import plan
 import runs
 from bench_parts import chunks, evaluation, forward, loss, start
 from config import Config
+from context import find_place
 from files import Refusal, write_whole
 from flags import parse
 from measure import Distillation, Row, machine, paper_shape, ratio, side_by_side, table
-from session import find_place
 from teachers import PRESETS
 
 # ------------------------------------------------------------------------------- rows that take whole steps

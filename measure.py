@@ -13,11 +13,11 @@ import torch
 import peers
 import train
 from config import Config
+from context import find_place
 from files import Refusal
 from flags import objective_of, parse
 from model import Transformer
 from optimizer import make_optimizer
-from session import find_place
 from teachers import PRESETS
 
 # -------------------------------------------------------------------------------------------- measuring

@@ -33,13 +33,13 @@ import runs
 import starts
 import watch
 from config import Config
+from context import Context, Place, find_place
 from data import Mixture, Tokens, describe, open_split, prepared
 from distill import IGNORE, Objective, losses
 from files import Refusal, any_letter_shows, read_json, writing
 from flags import Args, network, parse, teacher_dtypes
 from model import Transformer, fingerprint
 from optimizer import count_trained, gathered, gradient_norm, learning_rate, make_optimizer, resume, share_out, training_state
-from session import Place, Session, find_place
 from shards import Choice
 from teachers import resolve
 from tokenizer import Tokenizer
@@ -201,72 +201,72 @@ def main(argv: list[str] | None = None) -> None:
             teacher.to(running)
         if place.rank == 0 and not args.resume:
             runs.start(run, asdict(args), identity, folder, clone.student.config.to_hf(torch.float32), str(place))
-        stopped = carry_out(Session(args, run, place, clone, teacher, tokenizer, train, held))
+        stopped = carry_out(Context(args, run, place, clone, teacher, tokenizer, train, held))
     if place.world > 1:
         dist.destroy_process_group()
     if stopped:
         sys.exit(128 + stopped)
 
 
-def carry_out(s: Session) -> int:
+def carry_out(ctx: Context) -> int:
     """From step 0, or from the newest checkpoint, to --steps, and what that leaves in the run folder -> 0, or the signal that stopped
     it before."""
-    args, place, student = s.args, s.place, s.clone.student
+    args, place, student = ctx.args, ctx.place, ctx.clone.student
     student.checkpointing = args.checkpointing
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    optimizer = make_optimizer(s.clone, args.lr, args.weight_decay)
-    begun = resume(s.run, s.clone, optimizer, place.say) if args.resume else 0
+    optimizer = make_optimizer(ctx.clone, args.lr, args.weight_decay)
+    begun = resume(ctx.run, ctx.clone, optimizer, place.say) if args.resume else 0
     if place.world > 1:
-        share_start(s.clone, s.teacher)
-    size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": count_trained(s.clone)}
+        share_start(ctx.clone, ctx.teacher)
+    size = {"deployed": sum(p.numel() for p in student.parameters()), "trained": count_trained(ctx.clone)}
     place.say(f"{args.stage}: {network(args)}, {plan.count(size['deployed'])} deployed, {plan.count(size['trained'])} trained; "
-              f"{args.batch_size} x {args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {s.step_tokens:,} tokens "
+              f"{args.batch_size} x {args.seq_len} tokens x {args.accum} micro-batches x {place.world} ranks = {ctx.step_tokens:,} tokens "
               f"a step, {args.steps} steps; {place}")
 
     if place.rank == 0 and args.resume:
-        runs.cut_metrics(s.run, begun, place.say)
+        runs.cut_metrics(ctx.run, begun, place.say)
     elif place.rank == 0:
-        if s.teacher is not None:
-            runs.append_metrics(s.run, {"step": 0, "teacher": s.score(s.teacher, 0, "the teacher's")})
-        s.evaluate(0)
+        if ctx.teacher is not None:
+            runs.append_metrics(ctx.run, {"step": 0, "teacher": ctx.score(ctx.teacher, 0, "the teacher's")})
+        ctx.evaluate(0)
 
     with watch.stop_requests() as asked:
-        step, stop = loop(s, optimizer, begun, asked)
+        step, stop = loop(ctx, optimizer, begun, asked)
     if place.world > 1:
         dist.barrier()
     if stop or (asked and place.rank == 0):  # the second: asked after the last step, while it was saved
         if place.rank == 0:
-            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {checkpoints.newest_checkpoint(s.run)}, "
-                       f"and train.py --resume --out {s.run} goes on", sys.stderr)
+            watch.tell(f"stopped after step {step} of {args.steps}; it is saved in {checkpoints.newest_checkpoint(ctx.run)}, "
+                       f"and train.py --resume --out {ctx.run} goes on", sys.stderr)
         return asked[0] if asked else signal.SIGTERM
     if place.rank == 0:
-        finish(s, size)
+        finish(ctx, size)
     return 0
 
 
-def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[int]) -> tuple[int, bool]:
+def loop(ctx: Context, optimizer: torch.optim.Optimizer, step: int, asked: list[int]) -> tuple[int, bool]:
     """From `step` to --steps, with metrics, evaluations and checkpoints, which rank 0 alone writes -> the last step, which is saved,
     and whether it was the last because a rank was `asked` to stop."""
-    args, place, clone = s.args, s.place, s.clone
+    args, place, clone = ctx.args, ctx.place, ctx.clone
     net = torch.compile(clone.student) if args.compile else clone.student  # saving and evaluation keep the plain handle
-    guide = torch.compile(s.teacher) if args.compile and s.teacher is not None else s.teacher
+    guide = torch.compile(ctx.teacher) if args.compile and ctx.teacher is not None else ctx.teacher
     if place.world > 1:
         net = DDP(net, device_ids=place.device_ids(), gradient_as_bucket_view=True)
     begun, spent, stop = step, 0.0, False  # seconds of training alone
-    recent = watch.recall(runs.read_metrics(s.run), step)
-    stamp = runs.read_record(s.run).get("run") if place.rank == 0 else None
+    recent = watch.recall(runs.read_metrics(ctx.run), step)
+    stamp = runs.read_record(ctx.run).get("run") if place.rank == 0 else None
     while step < args.steps and not stop:
         clock = time.perf_counter()
-        micro, lr = s.micro_batches(step), learning_rate(args, step)
+        micro, lr = ctx.micro_batches(step), learning_rate(args, step)
         checks = (step + 1) % args.check_ranks == 0 and place.world > 1
         compared = f"in step {step + 1}" if checks and clone.owner is not None else ""
-        figures, stop = take_step(clone, optimizer, net, guide, micro, s.objective, lr, args.clip, place, asked, compared)
+        figures, stop = take_step(clone, optimizer, net, guide, micro, ctx.objective, lr, args.clip, place, asked, compared)
         step += 1
         taken = time.perf_counter() - clock
         spent += taken
         with place.precision():
-            figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, s.objective.separator), place.say)
+            figures = watch.judge(args, step, figures, recent, lambda: watch.blame(clone, guide, micro, ctx.objective.separator), place.say)
 
         evaluates = step % args.eval_every == 0 or step == args.steps
         saves = step % args.save_every == 0 or step == args.steps or stop
@@ -278,26 +278,26 @@ def loop(s: Session, optimizer: torch.optim.Optimizer, step: int, asked: list[in
         if saves and clone.owner is not None:
             state = gathered(state, place.rank, place.device)
         if place.rank == 0:
-            s.log(step, figures, lr, taken, spent / (step - begun) * (args.steps - step))
+            ctx.log(step, figures, lr, taken, spent / (step - begun) * (args.steps - step))
             if evaluates:
-                s.evaluate(step)
+                ctx.evaluate(step)
             if saves:
-                where = {"step": step, "tokens": step * s.step_tokens, "run": stamp}
-                checkpoints.save_checkpoint(s.run, where, state, clone.weights, args.keep)
+                where = {"step": step, "tokens": step * ctx.step_tokens, "run": stamp}
+                checkpoints.save_checkpoint(ctx.run, where, state, clone.weights, args.keep)
     return step, stop
 
 
-def finish(s: Session, size: dict[str, int]) -> None:
+def finish(ctx: Context, size: dict[str, int]) -> None:
     """The student's folder, the curves, the table, and what both models make of a held-out beginning."""
-    with writing(s.run / "student"):
-        merge.export(s.run)
-    checkpoints.tidy(s.run, s.args.keep)
-    runs.draw_curves(s.run)
-    s.place.say(f"\n{runs.table(s.run, size)}\n\nstudent: {s.run}/student   curves: {s.run}/curves.png")
-    prompt = next(s.held_batches())[0][:1].to(s.place.device)
-    for who, model in (("teacher", s.teacher), ("student", s.clone.student)):
+    with writing(ctx.run / "student"):
+        merge.export(ctx.run)
+    checkpoints.tidy(ctx.run, ctx.args.keep)
+    runs.draw_curves(ctx.run)
+    ctx.place.say(f"\n{runs.table(ctx.run, size)}\n\nstudent: {ctx.run}/student   curves: {ctx.run}/curves.png")
+    prompt = next(ctx.held_batches())[0][:1].to(ctx.place.device)
+    for who, model in (("teacher", ctx.teacher), ("student", ctx.clone.student)):
         if model is not None:
-            s.place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, s.tokenizer, prompt)}")
+            ctx.place.say(f"\n--- {who}, on from a held-out beginning\n{sample(model, ctx.tokenizer, prompt)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_B39_every_text_file_is_opened_as_utf8(path):
 
 
 def test_B40_cuda_is_named_where_the_device_is_chosen_and_nowhere_else():
-    assert {p.name for p in FILES if re.search(r"""["']cuda|\.cuda\(|torch\.cuda""", p.read_text(encoding="utf-8"))} == {"session.py"}
+    assert {p.name for p in FILES if re.search(r"""["']cuda|\.cuda\(|torch\.cuda""", p.read_text(encoding="utf-8"))} == {"context.py"}
 
 
 def test_no_pickle_is_ever_read_or_written():

@@ -20,11 +20,11 @@ from test_resume import same_end, timeless
 from test_train import built, command
 
 import checkpoints
+import context
 import data
 import lrc
 import merge
 import runs
-import session
 import starts
 import train
 import watch
@@ -158,7 +158,7 @@ def said(screen):
 @pytest.mark.parametrize("number, module, name, count, last", [
     (signal.SIGTERM, data.Tokens, "batch", 3, 3), (signal.SIGINT, data.Tokens, "batch", 3, 3),
     (signal.SIGTERM, data.Tokens, "batch", 1, 1), (signal.SIGHUP, data.Tokens, "batch", 3, 3),
-    (signal.SIGTERM, session, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
+    (signal.SIGTERM, context, "evaluate", 3, 4),        # that of step 3; the first two are the teacher's and that of step 0
     (signal.SIGTERM, checkpoints, "save_checkpoint", 1, 3),    # that of step 2
     (signal.SIGTERM, checkpoints, "save_checkpoint", 3, 6)])   # that of the last step: no step is left to carry the request
 def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, number, module, name, count, last):
@@ -174,7 +174,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(little, straight, tmp_path, 
 
 @pytest.mark.parametrize("number, hooks, last", [
     (signal.SIGINT, [(data.Tokens, "batch", 3), (lrc.Clone, "pull_back", 3)], 2),   # the second Ctrl-C comes within the step
-    (signal.SIGTERM, [(starts, "calibrate", 1)], None), (signal.SIGINT, [(session, "evaluate", 2)], None),
+    (signal.SIGTERM, [(starts, "calibrate", 1)], None), (signal.SIGINT, [(context, "evaluate", 2)], None),
     (signal.SIGTERM, [(merge, "swap", 1)], 6)])
 def test_before_the_first_step_and_after_the_last_and_at_a_second_ctrl_c_it_stops_at_once(little, straight, tmp_path, number, hooks, last):
     out = tmp_path / "run"

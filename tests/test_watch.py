@@ -12,9 +12,9 @@ from test_resume import timeless
 from test_train import command
 
 import checkpoints
+import context
 import lrc
 import runs
-import session
 import starts
 import train
 import watch
@@ -194,8 +194,8 @@ def test_the_tenth_skipped_step_in_a_row_stops_also_across_a_resume(little, tmp_
 
 @pytest.mark.parametrize("count, words", [(1, "step 0: the teacher's val_kl on held-out"), (4, "step 6: the student's val_kl on held-out")])
 def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(little, tmp_path, bare, monkeypatch, count, words):
-    real, calls = session.evaluate, []
-    monkeypatch.setattr(session, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
+    real, calls = context.evaluate, []
+    monkeypatch.setattr(context, "evaluate", lambda *args, **more: (calls.append(1), real(*args, **more) | ({"val_kl": NAN} if len(calls) == count else {}))[1])
     with pytest.raises(Refusal, match=words):
         train.main(command(little, tmp_path / "run", *SIX, "--eval-every", "3"))
     assert getattr(checkpoints.newest_checkpoint(tmp_path / "run"), "name", None) == (None if count == 1 else "step-0000005")

@@ -76,7 +76,7 @@ def find_place(args: Args) -> Place:
 
 
 @dataclass
-class Session:
+class Context:
     """What a run works with."""
     args: Args
     run: Path
