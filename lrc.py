@@ -111,8 +111,7 @@ class Clone:
 
     def coordinates(self) -> dict[str, nn.Parameter]:
         """What trains (on this rank), by name: `layers.0.mlp.up_proj.weight.Z` where a map stands between, else the weight's own name."""
-        mine = lambda name: self.owner is None or self.owner[name] == dist.get_rank()
-        own = {name: w for name, w in self.weights.items() if name not in self.maps and w.requires_grad and mine(name)}
+        own = {name: w for name, w in self.weights.items() if name not in self.maps and w.requires_grad and of_this_rank(name, self.owner)}
         return own | {f"{name}.{c}": p for name, m in self.maps.items() for c, p in m.named_parameters()}
 
     @functools.cached_property
@@ -145,6 +144,10 @@ class Clone:
             m.zero_grad(set_to_none=True)
 
 
+def of_this_rank(name: str, owner: dict[str, int] | None) -> bool:
+    return owner is None or owner[name] == dist.get_rank()
+
+
 def of_all_ranks(thing) -> list:
     """What each rank has of a small thing, by rank. Called by all."""
     told = [None] * dist.get_world_size()
@@ -174,4 +177,4 @@ def plain_maps(teacher: Transformer, student: Transformer, coordinates: str = "s
     gains train as they are. Names that end in `opened` get span coordinates in any case: core.py builds on their T."""
     theirs = dict(teacher.named_parameters())
     return {name: Plain(widen(theirs[name]), w, name.endswith(DUAL), "span" if name.endswith(opened) else coordinates)
-            for name, w in student.named_parameters() if w.dim() == 2 and (owner is None or owner[name] == dist.get_rank())}
+            for name, w in student.named_parameters() if w.dim() == 2 and of_this_rank(name, owner)}

@@ -98,7 +98,8 @@ def take_step(clone: lrc.Clone, optimizer, net, teacher, micro: list, objective:
               asked: list[int], compared: str = "") -> tuple[dict[str, float], bool]:
     """One optimizer step over this rank's micro-batches [(ids, targets)] -> the loss terms, means over the step's valid tokens, with the
     gradient norm; and whether any rank was `asked` to stop. Where a figure is not finite, nothing is updated. `net` is the student as
-    it runs: plain, compiled, or wrapped by DDP."""
+    it runs: plain, compiled, or wrapped by DDP. `compared`: when, if ranks are to compare the weights and gradients that
+    all of them hold."""
     valid = torch.full((), float(sum((targets != IGNORE).sum() for _, targets in micro)), device=place.device)
     if place.world > 1:
         dist.all_reduce(valid)
